@@ -131,10 +131,7 @@ def load_ipython_extension(shell: object) -> None:
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """Close the WorkerGroup of the magics `%%ranks` and `%ranks`, and remove these magics.
-
-    IPython calls this function when the user enters `%unload_ext mpwatch`.
-    """
+    """IPython calls this after `%unload_ext mpwatch`. The WorkerGroup of the magics is closed."""
     import_module(".integrations.ipython", __name__).unregister(shell)
 
 

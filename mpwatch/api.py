@@ -223,10 +223,7 @@ def submit(
 
 
 def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, and show the run in the live view that `make_view` returns.
-
-    If `make_view` is None, the option `progress` decides which live view is shown.
-    """
+    """Start a run as `submit` does, with the live view that `make_view` returns, if not None."""
     from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
     __tracebackhide__ = True

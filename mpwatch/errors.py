@@ -68,10 +68,7 @@ class RunFailedError(MpwatchError):
         return f"{type(self).__name__}({self.result.verdict!r})"
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
-
-        IPython also shows the traceback of `__cause__`, which contains the frames of the rank.
-        """
+        """The traceback for IPython, without the frames of mpwatch and of the rank, which are in that of `__cause__`."""
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
         )
@@ -123,11 +120,7 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 
 
 def raise_if_failed(result: RunResult[Any]) -> None:
-    """Raise RunFailedError or RunTimeoutError if the run did not succeed.
-
-    In IPython, add the frames of the rank's exception to the traceback of the error, so that `%debug` shows the line at
-    which the rank raised its exception.
-    """
+    """Raise RunFailedError or RunTimeoutError. In IPython it gets the rank's frames, so that `%debug` shows them."""
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:
         error = make_error(result)
@@ -137,10 +130,7 @@ def raise_if_failed(result: RunResult[Any]) -> None:
 
 
 def _cut_frames_of_mpwatch(trace: TracebackType | None) -> TracebackType | None:
-    """Return the frames of the traceback that come before the first frame of mpwatch.
-
-    If the first frame of the traceback is a frame of mpwatch, return the whole traceback.
-    """
+    """Return the frames before the first one of mpwatch, or all if that comes first."""
     entries = []
     rest = trace
     while rest is not None and not str(rest.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):

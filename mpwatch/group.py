@@ -309,8 +309,7 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make torch's process group before a call of some ranks, which gives its ranks up meanwhile.
 
-        If several calls need it, the first one makes it, and the others wait. Return the result of a failure, or None if
-        `_run` must check again whether there is a process group.
+        The first call that needs it makes it, and others wait. Return the result of a failure, or None to check again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 

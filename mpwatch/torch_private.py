@@ -31,30 +31,22 @@ rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
 
 
 def get_untyped_storage(storage: Any) -> Any:
-    """Return the untyped storage of a TypedStorage. If `storage` is not a TypedStorage, return `storage` unchanged.
-
-    This function reads `_untyped_storage`, because the public attributes of a TypedStorage warn that this class is
-    deprecated. If `_untyped_storage` is missing, no TypedStorage can be pickled. torch 2.4, 2.6, 2.9 and 2.13 have
-    `_untyped_storage`.
+    """`_untyped_storage`, since the public attributes warn that TypedStorage is deprecated. Without it, no TypedStorage can
+    be pickled. In torch 2.4, 2.6, 2.9 and 2.13.
     """
     return getattr(storage, "_untyped_storage", storage)
 
 
 def get_storage_id(storage: Any) -> int:
-    """Return a number that identifies a storage of torch.
-
-    If two Python objects refer to the same storage, this function returns the same number for both objects. The number is
-    `_cdata`, the address of the C++ object. If `_cdata` is missing, no tensor can be pickled. torch 2.4, 2.6, 2.9 and 2.13
-    have `_cdata`.
+    """`_cdata`, the address of the C++ object, which is the same for all Python objects of a storage. Without it, no tensor
+    can be pickled. In torch 2.4, 2.6, 2.9 and 2.13.
     """
     return int(storage._cdata)
 
 
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
-    """Build a TypedStorage that uses the memory of an untyped storage.
-
-    With the argument `_internal`, torch does not warn that TypedStorage is deprecated. If TypedStorage has no parameter
-    `_internal`, no tensor can be unpickled. TypedStorage has the parameter `_internal` in torch 2.4, 2.6, 2.9 and 2.13.
+    """With `_internal`, torch does not warn that TypedStorage is deprecated. Without it, no tensor can be unpickled. In
+    torch 2.4, 2.6, 2.9 and 2.13.
     """
     make: Any = torch.storage.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -66,15 +58,11 @@ FLIGHT_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:
-    """Return the collectives of this process that torch's flight recorder has recorded.
+    """Return the collectives of this process by backend, in order, without stacks: for those torch imports torch._inductor,
+    which takes a second.
 
-    For each backend, the collectives are in the order in which this process called them. The returned records have no
-    stacks. To make stacks, torch imports torch._inductor, which takes a second or more.
-
-    `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
-    `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch has only the stacks of the ranks to find the cause of a hang. torch 2.13
-    has both `_dump_fr_trace` and `_dump_nccl_trace` if it was built with NCCL. torch 2.4 to 2.9 have only
-    `_dump_nccl_trace`, and record no collectives of gloo.
+    `_dump_fr_trace` has those of gloo, `_dump_nccl_trace` those of NCCL. torch 2.13 has both if built with NCCL; 2.4 to 2.9
+    have only the latter. Without, only the stacks of the ranks show the cause of a hang.
     """
     bindings: Any = import_module("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -91,21 +79,15 @@ def has_flight_recorder() -> bool:
 
 
 def get_group_names() -> dict[Any, str]:
-    """Return the torch name of each process group in this process. The keys of the dict are the ProcessGroup objects.
-
-    This function reads `_world.pg_names`, because torch has no public list of process groups. If `_world` or `pg_names` is
-    missing, mpwatch does not know which ranks belong to a collective, and cannot find out which rank is missing. torch 2.4,
-    2.6, 2.9 and 2.13 have `_world` and `pg_names`.
+    """`_world.pg_names`: torch has no public list of process groups. Without it, nobody knows which rank is missing in a
+    collective. In torch 2.4, 2.6, 2.9 and 2.13.
     """
     return dict(import_module("torch.distributed.distributed_c10d")._world.pg_names)
 
 
 def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a dict of the process groups of this process. The keys of the dict are torch's names of the groups.
-
-    Each value of the dict has two parts: the description of the group, and a tuple of the group's global ranks. In the tuple
-    `(4, 2)`, global rank 4 is rank 0 of the group. If `pg_group_ranks` is missing, mpwatch does not know which ranks belong
-    to a collective. torch 2.4, 2.6, 2.9 and 2.13 have `pg_group_ranks`.
+    """By torch's names: the description of the group, and its global ranks. In `(4, 2)`, global rank 4 is rank 0 of the
+    group. `pg_group_ranks` is in torch 2.4, 2.6, 2.9 and 2.13.
     """
     ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
     groups = {}
@@ -116,24 +98,17 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def get_group_name(group: Any) -> str:
-    """Return torch's name of a process group. If `group` is None, return the name of the default group.
-
-    The returned name is empty if torch does not know the group. If `default_pg` is missing, `get_group_name` and
-    `describe_world` raise AttributeError. torch 2.4, 2.6, 2.9 and 2.13 have `default_pg`.
-    """
+    """Of the default group if None; empty if torch does not know it. `default_pg` is in torch 2.4, 2.6, 2.9 and 2.13."""
     module = import_module("torch.distributed.distributed_c10d")
     return get_group_names().get(module._world.default_pg if group is None else group, "")
 
 
 def describe_world() -> tuple[str, int]:
-    """Return a text that names the store of the default process group, and the rank of this process in the group.
+    """Return a text that names the store of the default process group, and the rank of this process. It is the same in all
+    its processes.
 
-    In all processes of the default process group, `describe_world` returns the same text. If two default process groups use
-    the same store, `describe_world` returns the same text for both groups.
-
-    This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
-    store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two default process
-    groups in one run. torch 2.4, 2.6, 2.9 and 2.13 have `pg_map` and `underlying_store`.
+    `_world.pg_map` and `underlying_store` are in torch 2.4, 2.6, 2.9 and 2.13. Without them, two default groups in one run
+    can be confused.
     """
     module = import_module("torch.distributed.distributed_c10d")
     group = module._world.default_pg
@@ -144,9 +119,6 @@ def describe_world() -> tuple[str, int]:
 
 
 def is_of_torch(code: CodeType) -> bool:
-    """Return whether `code` is a part of torch that can wait in a collective.
-
-    This function returns False for code of torch.utils, such as the code in which a DataLoader waits for data.
-    """
+    """Whether `code` can wait in a collective. Not code of torch.utils, such as that of a DataLoader."""
     folder = os.path.dirname(torch.__file__) + os.sep
     return code.co_filename.startswith(folder) and not code.co_filename.startswith(os.path.join(folder, "utils", ""))

@@ -22,15 +22,8 @@ NO_FAILURES: Mapping[int, mpwatch.ProcessFailure] = {}
 
 
 class JobRestarts:
-    """What the driver knows about the attempts of one job.
-
-    Args:
-        policy: which restarts are allowed.
-        run_id: name of the job.
-
-    Attributes:
-        not_restarted: why the ranks were not restarted after the loss of all nodes. Empty before this loss, and if the
-            policy allows no restarts.
+    """What the driver knows about the attempts of one job. `not_restarted` is why the loss of all nodes has ended it, if the
+    policy allows restarts at all.
     """
 
     def __init__(self, policy: mpwatch.RestartPolicy, run_id: str) -> None:
@@ -45,10 +38,7 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Record what an event says about the attempts and restarts of the job.
-
-        Before a restart, every node sends the event Restarting. The first Restarting event of an attempt ends the attempt.
-        """
+        """Every node sends Restarting. The first one ends the attempt."""
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
                 self._start = event
@@ -66,15 +56,8 @@ class JobRestarts:
     def lose_all(
         self, losses: Sequence[mpwatch.ProcessFailure], time: float, monotonic: float
     ) -> tuple[RestartHistory, Restarting] | None:
-        """Decide whether new nodes restart the ranks after the loss of all nodes.
-
-        Return the RestartHistory for the new nodes, and the Restarting event that the driver must publish. Return None if
-        no restart is allowed.
-
-        Args:
-            losses: a failure for each rank of the lost nodes, in the order in which the nodes were lost.
-            time: seconds since 1970.
-            monotonic: seconds of CLOCK_MONOTONIC.
+        """After the loss of all nodes, return the RestartHistory for new ones and the Restarting event to publish, or None
+        if no restart is allowed. `losses` has a failure for each of their ranks, in the order in which they were lost.
         """
         self._has_lost_all = True
         failures = {failure.rank: add_summary(failure) for failure in losses}
@@ -108,10 +91,7 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Add the attempts of lost nodes to the result of the job, and return the new result.
-
-        New nodes do not know the attempts that the lost nodes have made.
-        """
+        """Add the attempts of lost nodes, which new nodes do not know."""
         if not self._has_lost_all:
             return result
         attempts = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}

@@ -46,21 +46,13 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 
 
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
-    """Choose one of the nodes' reasons as the reason of the job's result.
-
-    If the driver has stopped a node, the reason of this node is "terminate() was called". Return this reason only if no node
-    has another reason.
-    """
+    """Prefer any other reason to "terminate() was called", which a node has if the driver has stopped it."""
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """If `result` is a success, but the ranks of a lost node are not in it, return a failure. Otherwise return `result`.
-
-    For example, a node can be lost while it sends its outcome to the driver. If all ranks of the job have returned before
-    the loss of a node, the results of the remaining nodes are successes.
-    """
+    """Turn a success into a failure if the ranks of a lost node are not in it: it can be lost while it sends its outcome."""
     known = {worker.rank for worker in result.workers}
     missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}
     if not missing or result.state is not mpwatch.WorkerState.SUCCEEDED:
@@ -76,11 +68,7 @@ def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessF
 
 
 def make_lost_result(losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """Return the result of a job whose nodes were all lost. The failure of the node that was lost first is the root cause.
-
-    Args:
-        losses: a failure for each rank of the nodes.
-    """
+    """Return the result of a job whose nodes were all lost. The node that was lost first is the root cause."""
     failures = [add_summary(failure) for failure in losses]
     return mpwatch.RunResult(
         state=mpwatch.WorkerState.FAILED,

@@ -175,11 +175,7 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: NodeOptions) -> bytes:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise the KeyboardInterrupt again.
-
-    If the job failed, the `__cause__` of the KeyboardInterrupt is the error of the job. If the job was stopped, the
-    KeyboardInterrupt has a note with the report of the job.
-    """
+    """With the error of a failed job as its cause, or the report of a stopped job as a note."""
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

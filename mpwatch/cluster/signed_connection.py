@@ -19,12 +19,8 @@ NONCE_LENGTH = TAG_LENGTH = 32
 
 
 class SignedConnection:
-    """Raises what `Connection` raises, and AuthenticationError. One thread at a time may send, and one receive.
-
-    Args:
-        connection: whose other end has the same secret, as multiprocessing has checked.
-        key: the secret.
-        is_driver: which end this is.
+    """Raises what `Connection` raises, and AuthenticationError. One thread at a time may send, and one receive. The other
+    end has the same secret, as multiprocessing has checked.
     """
 
     def __init__(self, connection: Connection, key: bytes, *, is_driver: bool) -> None:

@@ -17,11 +17,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The live view of one job. Any thread can call `put`. Call all methods except `put` in the driver's thread.
-
-    Args:
-        progress: the option of `mpwatch.run`.
-    """
+    """The live view of one job. Any thread may call `put`, and only the driver's thread the other methods."""
 
     def __init__(self, progress: bool | None) -> None:
         self.node_period = NODE_PERIOD if may_show(progress) else None
@@ -67,10 +63,7 @@ class JobView:
         return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call a function that draws or closes the view.
-
-        If the function raises an exception, close the view and log a warning. An error of the view must not end the job.
-        """
+        """If drawing raises, close the view and log a warning: that must not end the job."""
         try:
             do()
         except USER_ERRORS as error:  # see above

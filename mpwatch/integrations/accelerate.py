@@ -149,10 +149,7 @@ def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
 
 
 def _merge_variables(defaults: Mapping[str, str], variables: Any) -> Any:
-    """Return both mappings together.
-
-    If `variables` is not a mapping, return `variables`. mpwatch.run checks the option `env`, and reports the error.
-    """
+    """What is not a mapping is returned, and mpwatch.run refuses it."""
     return {**defaults, **variables} if isinstance(variables, Mapping) else variables
 
 

@@ -92,14 +92,8 @@ def _check_client(client: Client) -> None:
 class DaskEngine:
     """Starts each node of a job as a task on a Dask worker that no other node uses.
 
-    Args:
-        client: the client of the cluster.
-        least: the minimum number of nodes.
-        workers: the addresses of the workers that may be nodes. None means all workers, but only one worker of each host if
-            the workers are on several hosts.
-        resources: the resources that each node takes from its worker.
-        address: the address of this process. None means the address of the network interface that leads to the scheduler.
-        grace_period: the option of the job.
+    `workers` are the addresses of those that may be nodes; None: all, but one of each host if there are several hosts.
+    `address` is that of this process; None: of the interface that leads to the scheduler.
     """
 
     def __init__(
@@ -133,10 +127,8 @@ class DaskEngine:
         self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
-        """Return a text such as "the Dask cluster has a suitable worker for 1 of 2 nodes of the job".
-
-        Return "" if the cluster has enough workers. After the first call of `start`, always return "". Raises LaunchError if
-        the scheduler does not answer.
+        """Such as "the Dask cluster has a suitable worker for 1 of 2 nodes of the job"; empty if it waits for none, and
+        after the first `start`. Raises LaunchError if the scheduler does not answer.
         """
         if self._futures or (count := self._count_places()) >= self._least:
             return ""
@@ -166,11 +158,7 @@ class DaskEngine:
         self._futures[number].cancel()
 
     def close(self) -> None:
-        """Remove all tasks, and wait until none of them runs.
-
-        If the cluster does not answer, log a warning instead of raising an exception. An exception from `close` would
-        replace the exception of the job.
-        """
+        """Remove all tasks, and wait until none runs. Errors are logged, as they would replace that of the job."""
         for future in self._futures.values():
             future.cancel()
         if not self._futures:
@@ -257,10 +245,8 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return the address of the worker or of its host. DaskEngine starts at most one node at each returned address.
-
-        If the user has chosen the workers, or if all workers are on one host, return the address of the worker, so that a
-        host can have several nodes. Otherwise return the address of the host.
+        """Return the address at which there is at most one node: the host, or the worker, if the user has chosen workers or
+        if all are on one host.
         """
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
@@ -311,10 +297,7 @@ _was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
-    """Execute the call, and return the data of its NodeOutcome.
-
-    Dask pickles the returned data with a pickle protocol of its choice. Every pickle protocol supports bytes and bytearrays.
-    """
+    """Return the data of the NodeOutcome: bytes, since Dask chooses the pickle protocol."""
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
@@ -322,10 +305,8 @@ def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
 
 @contextmanager
 def _allow_children(key: str) -> Iterator[None]:
-    """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
-
-    Python does not let a daemonic process start children, because the children could outlive the daemonic process. Ranks
-    always end when their watcher ends.
+    """Let this process start ranks, even if it is daemonic, as the worker of a Dask nanny is. They always end with their
+    watcher.
     """
     global _was_daemon
     process = multiprocessing.current_process()

@@ -81,12 +81,8 @@ def run(
 
 
 class RayEngine:
-    """Starts each node of a job as a Ray task.
-
-    Args:
-        bundle: the resources of each node.
-        least: the minimum number of nodes. Ray reserves the resources of all these nodes in one step.
-        runtime_env: the runtime_env of the tasks.
+    """Starts each node of a job as a Ray task with the resources `bundle`. Those of the minimum number of nodes are reserved
+    in one step.
     """
 
     def __init__(self, bundle: Mapping[str, float], least: int, *, runtime_env: Mapping[str, Any] | None = None) -> None:
@@ -109,10 +105,7 @@ class RayEngine:
         self.placing = threading.Lock()  # one further node after the other is placed
 
     def describe_wait(self) -> str:
-        """Ask Ray to reserve resources for the minimum number of nodes, and return a text that says what the job waits for.
-
-        Return "" if Ray has reserved the resources.
-        """
+        """Ask Ray to reserve resources for the minimum number of nodes, and return what the job waits for, or ""."""
         if self._group is None:
             self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         if self._refs or self._group.wait(WAIT_SECONDS):
@@ -138,9 +131,7 @@ class RayEngine:
         return node.future
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether this node waits because the Ray cluster has no room.
-
-        RayEngine places further nodes one after the other. While one node waits for room, the other nodes wait for their
+        """Whether this node waits for room. Further nodes are placed one after the other, and the others wait for their
         turn.
         """
         is_full = any(node.lacks_room for node in self._further_nodes)
@@ -192,13 +183,7 @@ class RayEngine:
 
 
 class _FurtherNode:
-    """A node that the job starts in addition to its minimum number of nodes.
-
-    Args:
-        engine: the engine of the job.
-        call: what the node does.
-        number: the number of the node.
-    """
+    """A node in addition to the minimum number."""
 
     def __init__(self, engine: RayEngine, call: Callable[[], cluster.NodeOutcome], number: int) -> None:
         self.number = number
@@ -219,10 +204,7 @@ class _FurtherNode:
             self.future.set_exception(error)
 
     def _place(self, engine: RayEngine) -> bool:
-        """Reserve resources on a Ray node that the job does not use yet.
-
-        Return False if this node is cancelled before Ray has reserved the resources, else True.
-        """
+        """Reserve resources on a Ray node that the job does not use yet. Return False if this node is cancelled before."""
         while not engine.placing.acquire(timeout=WAIT_SECONDS):
             if self.is_cancelled.is_set():
                 return False
@@ -248,11 +230,8 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Execute `call()` in a Ray task, and return its outcome.
-
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task. In a task with 8 CPUs and 4 ranks, each rank would start 8
-    threads, which is too many. If Ray has set OMP_NUM_THREADS, `_call` deletes the variable before `call()`, and sets it
-    again after `call()`. If OMP_NUM_THREADS is not set, mpwatch sets OMP_NUM_THREADS in each rank to mpwatch's own default.
+    """Ray sets OMP_NUM_THREADS to the CPUs of the task, which is too much for each of several ranks. It is deleted
+    meanwhile, so that mpwatch's own default holds.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

@@ -15,13 +15,7 @@ log = logging.getLogger("mpwatch")
 
 
 class ItemView:
-    """The bar of one call. If it raises an exception, that is logged, and the bar ends.
-
-    Args:
-        progress: the option of `mpwatch.map`.
-        total: the number of items, or None if it is not known.
-        clock: returns seconds.
-    """
+    """The bar of one call. `total` is None if it is not known. If the bar raises, that is logged, and it ends."""
 
     def __init__(self, progress: bool | None, total: int | None, clock: Callable[[], float] = monotonic) -> None:
         self._allow_lines = progress is True

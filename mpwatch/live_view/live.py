@@ -34,10 +34,7 @@ class Display(Protocol):
 class LiveView:
     """The live view of the ranks of one call: a View of watcher/observers/view_driver.py.
 
-    Args:
-        choose_display: called once, when a rank first reports. It returns None if there is no place for a view.
-        starts_at_once: whether to show the ranks before any rank has reported.
-        clock: returns seconds.
+    `choose_display` is called once, when a rank first reports. It returns None if there is no place for a view.
     """
 
     def __init__(

@@ -26,12 +26,7 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a function stops waiting, unless another thread cancels the wait earlier.
-
-    Args:
-        at: seconds of CLOCK_MONOTONIC.
-        cancelled: ends the wait.
-    """
+    """When a function stops waiting: at a time of CLOCK_MONOTONIC, or when `cancelled` is set."""
 
     at: float
     cancelled: threading.Event
@@ -111,12 +106,10 @@ def is_local_address(address: SocketAddress) -> bool:
 
 
 def listen(endpoint: Endpoint, local: SocketAddress | None, *, must_serve: bool) -> socket.socket | None:
-    """Return a socket that listens at the endpoint, or None if another node of this machine seems to listen there.
+    """Return a socket that listens at the endpoint, or None if another node here seems to listen there. Raises LaunchError.
 
-    At an address of this machine it listens only there. At a name it listens on all addresses, since other machines may
-    resolve the name to another one: a Debian machine resolves its own name to a loopback address.
-
-    Raises LaunchError.
+    At an address it listens only there. At a name it listens on all addresses, since other machines may resolve the name to
+    another one: Debian resolves its own name to a loopback address.
     """
     try:
         if local is not None and local[1][0] == endpoint.host:

@@ -120,16 +120,9 @@ class _Member:
 class Coordinator:
     """Decides for one job. The server calls one method at a time, and executes what it returns.
 
-    Args:
-        run_id: name of the job.
-        nnodes: the lowest and the highest number of nodes.
-        policy: says after which failures the job is restarted, and how many restarts it has.
-        node_timeout: seconds of silence after which a node is lost. The server measures them.
-        exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
-        last_call: seconds to wait for more nodes once the lowest number has joined.
-        stall_after: seconds after which ranks that wait in a collective are told in a warning, or None.
-        config: what all nodes must have. None: what the first node has.
-        rng: returns a random number between 0 and 1, for the jitter of delays.
+    All times are seconds: the server measures `node_timeout`, the silence after which a node is lost, `last_call` is the
+    wait for more nodes once the lowest number of `nnodes` has joined, and `exit_barrier_timeout` the time to acknowledge
+    success. `config` is what all nodes must have; None: what the first one has.
     """
 
     def __init__(
@@ -371,9 +364,8 @@ class Coordinator:
         return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
 
     def judge_stalls(self, now: float) -> list[CoordinatorAction]:
-        """If nodes have sent new collectives, compare those of all nodes. Stop the attempt if one can never end.
-
-        Called once after all new messages, since a comparison of thousands of ranks takes a second.
+        """Compare new collectives of all nodes, and stop the attempt if one can never end. Called once after all new
+        messages, since a comparison of thousands of ranks takes a second.
         """
         if not self._has_new_collectives or self.stage is not JobStage.RUNNING:
             return []

@@ -56,10 +56,7 @@ EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]  # the val
 
 @dataclass(frozen=True, slots=True)
 class EncodedException:
-    """One exception of an ExceptionGraph.
-
-    The fields `cause`, `context` and `members` contain indices of other exceptions in `ExceptionGraph.exceptions`.
-    """
+    """`cause`, `context` and `members` are indices in `ExceptionGraph.exceptions`."""
 
     name: str
     qualname: str
@@ -86,14 +83,7 @@ class ExceptionGraph:
 
 
 def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
-    """Encode a failure as JSON data.
-
-    If the failure is too large, leave out the middle of its texts, and the last exceptions of the ExceptionGraph.
-
-    Args:
-        failure: any failure.
-        limit: the number of bytes that the failure may have as JSON, at least MIN_FAILURE_BYTES.
-    """
+    """If it has more than `limit` bytes as JSON, the middle of its texts and the last exceptions are left out."""
     if limit < MIN_FAILURE_BYTES:
         raise ValueError(f"a failure needs at least {MIN_FAILURE_BYTES} bytes, not {limit}")
     names = [field.name for field in fields(failure) if field.name not in LOCAL_FIELDS]
@@ -113,10 +103,7 @@ def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -
 
 
 def decode_failure(data: object) -> ProcessFailure:
-    """Decode a failure, and build a stand-in for the failure's exception.
-
-    If the data are invalid, raises InvalidMessageError with a text that names the invalid field.
-    """
+    """Build a stand-in for the exception. Raises InvalidMessageError, which names the invalid field."""
     if not isinstance(data, dict):
         raise InvalidMessageError(f"ProcessFailure must be a mapping, not {data!r:.80}")
     body = dict(data)
@@ -128,10 +115,7 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Remove failures from the end until the rest fits into `limit` bytes of JSON. Return the rest.
-
-    Always return the first failure, even if it has more than `limit` bytes of JSON.
-    """
+    """Keep the first failures that fit into `limit` bytes of JSON, but at least one."""
     kept: list[Mapping[str, Any]] = []
     for encoded in encoded_failures:
         limit -= _json_size(encoded)
@@ -206,11 +190,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Return a copy of `exception` that refers only to exceptions in the graph.
-
-    An exception refers to its cause, its context and its members by their indices. The graph contains only the exceptions
-    with the indices from 0 to `count` - 1.
-    """
+    """Leave out references to exceptions that are not in the graph, which has `count`."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -242,10 +222,7 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Encode as many frames of a traceback as fit into `bytes_left` bytes of JSON, but at most MAX_FRAMES.
-
-    If the traceback is too long, leave out the frames in the middle, which usually belong to a recursion.
-    """
+    """Leave out frames in the middle, usually of a recursion, if there are more than MAX_FRAMES or `bytes_left`."""
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
         index = number // 2 if number % 2 else len(frames) - 1 - number // 2

@@ -42,12 +42,7 @@ class ForeignProgramError(InvalidMessageError):
 
 
 class Framing:
-    """One end of one connection: bytes in, JSON objects out, and the reverse. Pure.
-
-    Args:
-        secret: of the job; empty if it has none.
-        is_server: which end this is.
-    """
+    """One end of one connection: bytes in, JSON objects out, and the reverse. Pure. `secret` may be empty."""
 
     def __init__(self, secret: bytes, *, is_server: bool) -> None:
         self._secret, self._is_server = secret, is_server
@@ -150,11 +145,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class Connection:
-    """A connected socket, at either end. No method waits.
-
-    Attributes:
-        end: why nothing more can be read or written; empty as long as it can.
-    """
+    """A connected socket, at either end. No method waits. `end` is why nothing more can be read or written, or empty."""
 
     def __init__(self, connected: socket.socket, secret: bytes, *, is_server: bool) -> None:
         connected.setblocking(False)

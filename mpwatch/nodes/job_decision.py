@@ -145,10 +145,7 @@ def _decide_after_failure(
 
 
 def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
-    """Decide what the nodes do after the loss of a node.
-
-    Call this function only if the lost node may have caused all failures of ranks.
-    """
+    """Only if the lost node may have caused all failures of ranks."""
     node, loss = next(iter(summary.lost_nodes.items()))
     first_rank = _first_rank(summary, node)
     reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
@@ -250,10 +247,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures.
-
-    If the comparison finds no rank to blame, return `summary` as it is.
-    """
+    """Blame the ranks that caused the failures by a comparison of all reports, or return `summary`."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -289,10 +283,7 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 
 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Return a summary that blames the missing ranks.
-
-    If at least one node has failed by itself (its `_victim_level` is 0), return `summary` as it is.
-    """
+    """Blame the missing ranks, unless a node has failed by itself (its `_victim_level` is 0)."""
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
     if root is None or not _victim_level(root) or not victims:
@@ -332,11 +323,7 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 
 
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
-    """Return the report of the failed node that most likely has the root cause, or None if no node has failed.
-
-    A failure may be the consequence of a failure on another node, so choose the node with the lowest `_victim_level`. If
-    several nodes have the lowest `_victim_level`, choose the node whose failure reached the coordinator first.
-    """
+    """Return the report of the failed node with the lowest `_victim_level`, the first of them that the coordinator got."""
     failed = [
         summary.reports[node]
         for node in summary.failure_order

@@ -33,15 +33,7 @@ Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
 def make_records(
     answers: Mapping[int, RankCollectives], returned: Container[int], pids: Mapping[int, int | None]
 ) -> tuple[RankRecord, ...]:
-    """Return one record for each rank, with the latest collectives of the rank.
-
-    Leave out the last records if all records together are larger than MAX_RECORDS_BYTES.
-
-    Args:
-        answers: the answers of the ranks, by global rank.
-        returned: the ranks whose function has returned.
-        pids: the pids of the ranks, as far as they are known.
-    """
+    """Return a record for each rank, with its latest collectives, but no more than MAX_RECORDS_BYTES."""
     kept: list[RankRecord] = []
     bytes_left = MAX_RECORDS_BYTES
     for rank, answer in answers.items():
@@ -117,13 +109,8 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict explains all failures of the job.
-
-    If `verdict.cannot_end_well` is False, the collective can still succeed, for example because a rank is only late. Then
-    the verdict explains the failures only if both conditions are met:
-
-    - `verdict.is_complete` is True.
-    - Ranks have timed out in a wait for other nodes.
+    """Return whether the verdict explains all failures. If the collective can still succeed, it does only if it is complete
+    and ranks have timed out in a wait for other nodes.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -138,14 +125,7 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
 
 
 def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
-    """Return the failures of a node. The failures of blamed ranks come first. All other failures are marked as secondary.
-
-    Args:
-        report: the node's report.
-        info: the node.
-        first_rank: the node's first rank.
-        verdict: the verdict on the job.
-    """
+    """Return the failures of a node, those of blamed ranks first, and all others marked as secondary."""
     known = {failure.get("rank"): failure for failure in (*report.missing_ranks, *report.failures)}
     have_failed = {failure.get("rank") for failure in report.failures}
     blamed = {}
@@ -168,10 +148,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Build a failure for a blamed rank from its RankRecord.
-
-    Call this function if the report of the node contains no readable failure of the rank.
-    """
+    """For a blamed rank of which the report has no readable failure."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

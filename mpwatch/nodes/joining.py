@@ -32,14 +32,7 @@ RETRY_OVER_SECONDS = 10.0  # for the end of an earlier job at the same endpoint
 
 
 class Joining:
-    """Connects one node, at first and after it was dismissed.
-
-    Args:
-        rendezvous: the options.
-        make_info: makes the NodeInfo from the address of this node.
-        serve: starts the server on a listening socket.
-        log_warning: logs a warning.
-    """
+    """Connects one node, at first and after it was dismissed. `serve` starts the server on a listening socket."""
 
     def __init__(
         self,

@@ -13,17 +13,9 @@ PER_RANK_ADVICE = (
 def check_signature(
     fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], advice: str = PER_RANK_ADVICE
 ) -> None:
-    """Check that the signature of `fn` allows the call `fn(*args, **kwargs)`. Raises TypeError.
+    """Raise TypeError if `fn` does not take these arguments. `advice` ends the text.
 
-    If `fn` has an attribute `__signature__`, this function checks nothing, because a decorator may have copied the attribute
-    from a function with different arguments.
-
-    Args:
-        fn: a callable.
-        name: the name of the callable.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        advice: what the caller should do, for the text of the error.
+    Nothing is checked if `fn` has `__signature__`, which a decorator may have copied from a function with other arguments.
     """
     if (not kwargs and _takes_positional(fn, len(args))) or "__signature__" in getattr(fn, "__dict__", {}):
         return
@@ -40,10 +32,7 @@ def check_signature(
 
 
 def _takes_positional(fn: Any, count: int) -> bool:
-    """Return whether a Python function takes `count` positional arguments.
-
-    This function is faster than `inspect.signature`.
-    """
+    """This is faster than `inspect.signature`."""
     if type(fn) is not FunctionType:
         return False
     code = fn.__code__

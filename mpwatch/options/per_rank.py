@@ -40,18 +40,8 @@ def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
 def spread_per_rank(
     args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...], nprocs: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for a call that the ranks in `ranks` execute.
-
-    Each PerRank in the returned arguments has one value for every rank of the group. For a rank that is not in `ranks`, the
-    value in the PerRank is None.
-
-    Args:
-        args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.
-        kwargs: keyword arguments, with the same rule for a PerRank.
-        ranks: the ranks that are called, in order.
-        nprocs: number of ranks of the group.
-
-    Raises ValueError.
+    """Return arguments in which each PerRank has a value for each of `nprocs` ranks: None for those not in `ranks`. Raises
+    ValueError if one has neither a value for each rank nor one for each of `ranks`.
     """
     spread: dict[int | str, PerRank[Any]] = {}
     for key, value in find_per_rank(args, kwargs).items():
@@ -68,10 +58,8 @@ def spread_per_rank(
 
 
 def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, *, is_multi_node: bool = False) -> None:
-    """Check that each PerRank has one value for each rank. Raises ValueError.
-
-    If `is_multi_node` is True, the number of ranks is not known yet, so this function only checks that all PerRank arguments
-    have the same number of values. Each rank checks the number of values of a PerRank before it unpickles its own value.
+    """Raise ValueError if a PerRank has not one value for each rank. With several nodes, their number is not known yet, so
+    they are only compared with each other, and each rank checks again.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

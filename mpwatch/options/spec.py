@@ -223,10 +223,7 @@ class PersistentGroupSpec(GroupSpec):
 
     @property
     def policy(self) -> RestartPolicy:
-        """A RestartPolicy that allows no restarts during a call of a WorkerGroup.
-
-        When the next call needs a rank that has ended, mpwatch first restarts this rank.
-        """
+        """No restart during a call. The next call restarts the ranks that it needs."""
         return RestartPolicy(0, scope=self.scope)
 
 
@@ -300,10 +297,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
 
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
-    """Check a function and its arguments. Raises TypeError.
-
-    If `fn` cannot be called with `args` and `kwargs`, the error text ends with `advice`, which says what the user can do.
-    """
+    """Raise TypeError if `fn` cannot be called so. `advice` ends the text."""
     _check_fn(fn)
     checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)
     check_signature(fn, name_of(fn), checked_args, checked_kwargs, advice)
@@ -389,10 +383,7 @@ def _check_preload(preload: object) -> tuple[str, ...]:
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
-    """Check `logs`, and return a LogSpec whose folder is an absolute path.
-
-    `world_size` is None if the number of ranks is not known yet.
-    """
+    """Return a LogSpec whose folder is an absolute path. `world_size` is None if it is not known yet."""
     if logs is None:
         return None
     if not isinstance(logs, LogSpec):

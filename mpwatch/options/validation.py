@@ -49,10 +49,7 @@ def check_word(name: str, value: object, words: Collection[str]) -> None:
 
 
 def check_env_mapping(what: str, env: object) -> None:
-    """Check that a value maps names of environment variables to strings.
-
-    Refuse variables that identify a rank, because only mpwatch may set them. No error text has a value: it may be secret.
-    """
+    """Refuse variables that identify a rank, because only mpwatch may set them. No text has a value: it may be secret."""
     if not isinstance(env, Mapping):
         raise TypeError(f"{what} must be a mapping of strings to strings, not a value of type {type(env).__qualname__}")
     for name, value in env.items():
@@ -71,10 +68,7 @@ def check_env_mapping(what: str, env: object) -> None:
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
-    """Check that a value is a number of seconds.
-
-    The argument `at_least` is "0 or more" if the value can be 0, and otherwise "more than 0".
-    """
+    """`at_least` is "0 or more" or "more than 0"."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     seconds = _float(value)
@@ -140,13 +134,7 @@ def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[
 
 
 def check_signals(name: str, value: object, forbidden: Mapping[int, str] = RESERVED_SIGNALS) -> tuple[int, ...]:
-    """Check that a value is a collection of signals, and return their numbers without duplicates.
-
-    Args:
-        name: the name of the option.
-        value: the value that the caller has passed.
-        forbidden: the signals that this option may not contain, each with the reason.
-    """
+    """Return the numbers without duplicates. `forbidden` has the reason for each signal that is refused."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
         raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
     numbers = dict.fromkeys(_check_signal(name, element) for element in value)

@@ -14,9 +14,8 @@ COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def read_cpu_quota() -> int | None:
-    """Return how many CPUs the cgroup v2 quota of this process allows, rounded up. Return None if there is no quota.
-
-    The quota is the smallest `cpu.max` of the process's cgroup and of the parents of that cgroup.
+    """Return how many CPUs the cgroup v2 quota allows, rounded up, or None: the smallest `cpu.max` of the cgroup and its
+    parents.
     """
     quotas = []
     folder = _find_folder("", "cgroup2") or ""
@@ -30,10 +29,7 @@ def read_cpu_quota() -> int | None:
 
 
 def count_oom_kills() -> dict[str, int]:
-    """Return how many processes in this process's memory cgroup the out-of-memory killer has killed.
-
-    The keys of the returned dict are the paths of the kernel's counter files.
-    """
+    """Return the kills of the out-of-memory killer in this process's memory cgroup, by the paths of the counters."""
     found = {}
     for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):
         for name in COUNTERS if folder is not None else ():
@@ -44,21 +40,15 @@ def count_oom_kills() -> dict[str, int]:
 
 
 def count_oom_kills_of_machine() -> int:
-    """Return how many processes the out-of-memory killer has killed on the whole machine, or 0 if the number is unknown.
-
-    The returned number includes killed processes outside this container.
-    """
+    """Also outside this container. 0 if the number is unknown."""
     return _read_field("/proc/vmstat", "oom_kill") or 0
 
 
 def _find_folder(controller: str, kind: str) -> str | None:
-    """Return the folder of this process's cgroup, or None if there is no such folder.
+    """Return the folder of this process's cgroup. `controller` chooses a hierarchy of cgroup v1; it is empty for v2.
 
-    cgroup v1 has several hierarchies. The argument `controller` chooses one hierarchy, such as `memory`. For cgroup v2,
-    which has only one hierarchy, `controller` is empty. In a container, often only a part of the cgroup hierarchy is
-    mounted. For example, if only `/docker/1` is mounted, the folder of the cgroup `/docker/1/job` is `job` below the mount
-    point. Below the mount point, this function looks for the cgroup's full path (here `docker/1/job`) first, and then for
-    the short path (here `job`).
+    In a container, often only a part is mounted. If that is `/docker/1`, the folder of `/docker/1/job` is `job` below the
+    mount point. The full path is tried first.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

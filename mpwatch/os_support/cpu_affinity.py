@@ -21,10 +21,7 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Inside the `with` block, let this thread run only on `cpus`. Raises OSError.
-
-    A process that this thread starts inside the `with` block also runs only on `cpus`. If `cpus` is None, do nothing.
-    """
+    """Within the block, this thread and the processes that it starts run only on `cpus`, if not None. Raises OSError."""
     if cpus is None:
         yield
         return

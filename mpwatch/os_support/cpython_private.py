@@ -121,10 +121,7 @@ def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
 
 
 def call_before_joining_threads(action: Callable[[], object]) -> None:
-    """Call `action` after the main thread has run the whole script, and before Python waits for the other threads.
-
-    If the end of the program has already begun, do nothing.
-    """
+    """Call `action` after the script, before Python waits for other threads. Do nothing if the end has begun."""
     # Without this name, a program whose script has ended by Ctrl-C still waits for runs in other threads, until the next
     # Ctrl-C.
     with suppress(RuntimeError):

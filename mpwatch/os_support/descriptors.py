@@ -32,10 +32,7 @@ MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module do
 
 
 def open_regular_file(path: str, flags: int) -> int:
-    """Open a file, but never wait as for a FIFO, and follow no symbolic link at `path` itself. Raises OSError.
-
-    `open` takes this function as its `opener`.
-    """
+    """An `opener` for `open` that never waits for a FIFO, and follows no symbolic link at `path`. Raises OSError."""
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -45,10 +42,7 @@ def open_regular_file(path: str, flags: int) -> int:
 
 
 def open_anonymous_file(name: str) -> FileIO:
-    """Create an empty file that has no name in any folder. Raises OSError.
-
-    If the system supports memfds, the file is a memfd, because the size limit of /dev/shm does not apply to memfds.
-    """
+    """Create a file without a name: a memfd if possible, to which the limit of /dev/shm does not apply. Raises OSError."""
     if hasattr(os, "memfd_create"):
         # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
         (file,) = map(FileIO, map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]), ["rb+"])
@@ -61,11 +55,7 @@ def open_anonymous_file(name: str) -> FileIO:
 
 
 def seal(fd: int) -> None:
-    """Prevent all processes from making this anonymous file shorter. Raises OSError.
-
-    When a process reads a mapped page that is no longer in the file, the kernel kills the process with SIGBUS. If the system
-    cannot seal files, do nothing.
-    """
+    """Keep all processes from shortening this file, if the system can: reading a mapped page that is gone is a SIGBUS."""
     import fcntl
 
     if hasattr(os, "memfd_create"):
@@ -73,10 +63,8 @@ def seal(fd: int) -> None:
 
 
 def map_private(fd: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a file into writable memory. Writing to this memory does not change the file.
-
-    The mapping exists until its last memoryview is deleted. The mapping keeps a descriptor open only if Python is older than
-    3.13 and has no ctypes. Raises OSError.
+    """Map the beginning of a file into memory that can be written without changing the file, until its last memoryview is
+    deleted. Only Python before 3.13 without ctypes keeps a descriptor open. Raises OSError.
     """
     import mmap
 
@@ -110,10 +98,7 @@ def _libc() -> Any:
 
 
 def read_pipe_size(fd: int) -> int:
-    """Return how many bytes this pipe can hold (Linux).
-
-    Return 0 if `fd` is no pipe, or if the size of the pipe is unknown.
-    """
+    """Return how many bytes this pipe can hold, or 0 if it is none or nobody knows."""
     import fcntl
 
     try:
@@ -123,10 +108,7 @@ def read_pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Increase the capacity of a pipe to at least `size` bytes. If the kernel refuses this capacity, do not change the pipe.
-
-    Return the resulting capacity of the pipe in bytes, or 0 if the capacity is unknown. Raises OSError.
-    """
+    """Return the capacity after trying to increase it to `size`, or 0 if it is unknown. Raises OSError."""
     import fcntl
 
     holds = read_pipe_size(fd)
@@ -154,10 +136,8 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
-    """Receive at most `size` bytes and at most `max_fds` + 1 descriptors from a socket. Raises OSError.
-
-    Return the bytes, the descriptors, and whether the kernel dropped some descriptors. The kernel drops descriptors, for
-    example, if this process has reached its limit of open files.
+    """Return the bytes, the descriptors, and whether some were dropped, for example since this process has too many. Raises
+    OSError.
     """
     room = c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
     data, ancillary, flags, _ = channel.recvmsg(size, room, MSG_CMSG_CLOEXEC)
@@ -170,10 +150,8 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor. Close /dev/null at the end of the `with` block.
-
-    If descriptor 0 stayed closed, the next file that the program opens would get descriptor 0, and a child process could use
-    this file as its stdin.
+    """Within the block, /dev/null is where descriptor 0, 1 or 2 was closed. Else the next file that the program opens would
+    be the stdin of a child.
     """
     made = []
     try:
@@ -196,10 +174,7 @@ def _is_open(fd: int) -> bool:
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:
-    """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream.
-
-    If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
-    `stdout`. A thread that is reading from `stdin` holds the lock of `stdin`, and a flush of all streams would wait for this
+    """Make C's `stdout` line-buffered, and return what flushes it, and only it: a thread that reads from `stdin` holds that
     lock.
     """
     try:

@@ -50,10 +50,7 @@ def read_process_state(pid: int) -> ProcessState | None:
 
 
 def read_process_usage(pid: int) -> ProcessUsage | None:
-    """Return how much memory and CPU time a process uses. For a zombie, the memory is 0.
-
-    Return None if there is no /proc, or if no process has this pid.
-    """
+    """Return memory and CPU time of a process; the memory of a zombie is 0. None: there is no such process, or no /proc."""
     try:
         with FileIO(f"/proc/{pid}/stat") as file:
             fields = file.read(1 << 12).rpartition(b")")[2].split()  # from the third field on, as the second may be any text
@@ -64,10 +61,8 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether the kernel has begun to end this process, or False if there is no /proc.
-
-    The kernel sets the flag PF_EXITING before it closes the files of the process. So if the death of a process has caused an
-    error in another one, this function returns True from the moment of that error on.
+    """Return whether the kernel has begun to end this process. It sets PF_EXITING before it closes the files, so this is
+    true from the moment at which others notice the death.
     """
     try:
         with FileIO(f"/proc/{pid}/task/{pid}/stat") as file:
@@ -77,15 +72,7 @@ def is_ending(pid: int) -> bool:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether a descriptor of process `pid` and a descriptor of the calling process refer to the same file or pipe.
-
-    Return False if there is no /proc, or if this process may not read the descriptors of process `pid`.
-
-    Args:
-        pid: the process id of the other process.
-        fd: the descriptor in the other process.
-        of: the descriptor in the calling process.
-    """
+    """Return whether descriptor `fd` of process `pid` is the same file as `of` here, or False if that cannot be read."""
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
     except OSError:
@@ -102,10 +89,9 @@ def start_process(
     stderr: int,
     leads_group: bool = False,
 ) -> int:
-    """Start a program that inherits only the descriptors 0, 1, 2 and `passed_fds`. Return its pid. Raises OSError.
+    """Start a program that inherits only 0, 1, 2 and `passed_fds`, and return its pid. Raises OSError.
 
-    This is not subprocess.Popen, which reads a pipe until its end: a process that another thread forks meanwhile holds the
-    pipe open, and Popen would wait for that process.
+    Not with subprocess.Popen, which reads a pipe until its end, and waits for a fork of another thread that holds it.
     """
     closed = _list_inheritable_fds() - {0, 1, 2, *passed_fds}
     actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in closed]
@@ -135,11 +121,7 @@ def _list_inheritable_fds() -> set[int]:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when this child ends (Linux 5.3).
-
-    Return None if the system has no pidfds, or if the child has been reaped. If the kernel has given the pid of a reaped
-    child to a new process, the returned descriptor refers to the new process.
-    """
+    """Return a descriptor that becomes readable when this child ends, or None if it was reaped or there are no pidfds."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -151,11 +133,9 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
-    """Return the exit code of a child that has ended, or None while the child still runs.
+    """Return the exit code of a child, negative after a signal, or None while it runs. Only without waitid is it reaped.
 
-    If the system has waitid, this function does not reap the child. If the system has no waitid, this function reaps a child
-    that has ended. If a signal has ended the child, the exit code is the signal's number with a minus sign. Raises
-    ChildProcessError if other code has reaped the child, or if the child has ended while SIGCHLD was ignored.
+    Raises ChildProcessError if other code has reaped it, or if it ended while SIGCHLD was ignored.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -178,20 +158,14 @@ def group_exists(pgid: int) -> bool:
 
 
 def reap_adopted(pgid: int) -> None:
-    """Reap the dead children of this process in a process group whose leader was reaped.
-
-    If this process is PID 1 of a container or a subreaper, it is the new parent of the helpers that a dead rank has left.
-    """
+    """Reap the helpers that a dead rank has left to this process, if it is PID 1 of a container or a subreaper."""
     with suppress(ChildProcessError):
         while os.waitpid(-pgid, os.WNOHANG)[0]:
             pass
 
 
 def group_members(pgid: int) -> list[int]:
-    """Find the members of a Unix process group in /proc, and return their pids. If there is no /proc, return an empty list.
-
-    Raises OSError.
-    """
+    """Return the pids of a process group, or none if there is no /proc. Raises OSError."""
     return list_group_members([pgid])[pgid]
 
 
@@ -208,10 +182,8 @@ def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
-    """Wait until the kernel has removed a thread.
-
-    The kernel removes a thread some microseconds after `Thread.join` has returned. From Python 3.12 on, `os.fork` warns if
-    the process has several threads. `os.fork` also counts a thread that has ended, until the kernel has removed the thread.
+    """Wait until the kernel has removed a thread, some microseconds after `Thread.join`: `os.fork` counts it till then, and
+    warns.
     """
     deadline = monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and monotonic() < deadline:

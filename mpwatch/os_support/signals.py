@@ -43,10 +43,7 @@ def set_handler(number: int, handler: Any) -> None:
 
 
 def get_handler(number: int) -> Any:
-    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL.
-
-    Return None if C code has set the handler.
-    """
+    """Return a function or a number such as SIG_DFL, or None if C code has set the handler."""
     return c_getsignal(number)
 
 
@@ -56,11 +53,7 @@ def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
 
 
 def send_signal_to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread of a process. Raises OSError.
-
-    With `os.kill`, the kernel may send the signal to another thread, for example if a signal is already pending in the main
-    thread. If this program cannot call tgkill(2), `send_signal_to_main_thread` uses `os.kill`.
-    """
+    """With tgkill(2), because after `os.kill` another thread may get the signal. Raises OSError."""
     libc, machine = _load_libc(), os.uname().machine
     if libc is None or machine not in TGKILL_NUMBERS:
         os.kill(pid, number)
@@ -76,10 +69,7 @@ def send_signal_to_main_thread(pid: int, number: int) -> None:
 
 
 def _load_libc() -> Any:
-    """Return the C library, or None if Python cannot import ctypes.
-
-    On systems other than Linux, and in a 32-bit Python, always return None.
-    """
+    """None on systems other than Linux, in a 32-bit Python, and without ctypes."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     try:
@@ -90,12 +80,9 @@ def _load_libc() -> Any:
 
 
 def die_with_writer(pipe: int) -> None:
-    """Make Linux kill the Unix process group of this process when the last writing descriptor of `pipe` is closed.
+    """Make Linux kill this process group when the last writer of `pipe`, the watcher, ends.
 
-    Each rank passes the read end of a pipe to this function. Only the watcher can write to this pipe. When the watcher ends,
-    the kernel kills the rank's Unix process group. This function does not use PR_SET_PDEATHSIG. With PR_SET_PDEATHSIG, the
-    kernel would kill the rank when the thread that started the rank ends, although the watcher may still run. If the system
-    does not support F_SETSIG (see fcntl(2)), do nothing.
+    PR_SET_PDEATHSIG would do so when the thread ends that has started the rank. Without F_SETSIG, do nothing.
     """
     import fcntl
     import select

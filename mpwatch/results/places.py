@@ -36,10 +36,7 @@ ACTIVITIES_BY_FILE = {
 
 
 def format_location(stacks: str) -> str:
-    """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
-
-    If the rank was not in the user's function, it is a phrase such as ` while loading the call`.
-    """
+    """Return a phrase such as ` in all_reduce (train.py:88 in step: ...)`, or ` while loading the call`."""
     frames = list(parse_frames(stacks))
     if not frames:
         lines = stacks.partition("\n\n")[0].splitlines()

@@ -325,9 +325,8 @@ def _attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
 
 
 def _fate_rows(result: RunResult[Any]) -> list[tuple[str, str]]:
-    """Group the ranks by what happened to them; consequences of other failures come last.
-
-    The verdict already names the rank that failed first, or all ranks of a lost node.
+    """Group the ranks by what happened to them; consequences of other failures come last. The verdict has the first one
+    already.
     """
     root, found = result.root_cause, dict[str, tuple[str, list[int]]]()
 

@@ -13,11 +13,7 @@ TEXT_LIMIT = 1000  # characters of the repr of an object that has no JSON equiva
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value to data for JSON.
-
-    A number that JSON cannot represent, such as infinity, becomes a text. An object for which JSON has no equivalent becomes
-    the text of its `repr`.
-    """
+    """Infinity becomes a text, and an object for which JSON has no equivalent the text of its `repr`."""
     try:
         return _to_json(value)
     except Exception:  # noqa: BLE001  the value's class may raise anything
@@ -25,10 +21,7 @@ def to_json(value: Any) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, by escape sequences.
-
-    Python uses lone surrogates in file names that are not valid UTF-8.
-    """
+    """Escape lone surrogates, which UTF-8 cannot encode. Python uses them in file names that are not valid UTF-8."""
     return str.__str__(text).encode(errors="backslashreplace").decode()
 
 

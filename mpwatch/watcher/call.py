@@ -40,23 +40,11 @@ class DebuggerSocket(NamedTuple):
 class Call:
     """Made by a thread of the program. From EventLoop.start or EventLoop.begin on, only the watcher thread writes to it.
 
-    Args:
-        payload: the function and its arguments. None: no function is called, but idle ranks are ended.
-        ranks: the ranks, in order.
-        started_at: when the caller made the run or the call. `timeout` and `stop_after` count from then.
-        timeout: seconds, or None for no limit.
-        stop_after: after how many seconds the ranks are asked to stop, or None.
-        suspended_before: how long Ctrl-Z had suspended the ranks of this watcher before `started_at`, in seconds.
-        is_restart: whether the same function was called before, in an earlier attempt of the run.
-
-    Attributes:
-        number: no other call of this program has it. An interrupt names the call by it.
-        is_posted: whether the watcher thread has got it or will get it.
-        is_over: whether the ranks are idle again or have ended, so that there is `evidence`.
-        is_refused: whether it could not begin, because `lost_ranks` were lost or because the run was interrupted.
-        refused_at_start: which of `EventLoop.starts` the refusal followed.
-        ended_ranks: the ranks that have ended with the call, in a WorkerGroup.
-        lost_elsewhere: ranks of a WorkerGroup whose loss outside of this call has ended it.
+    `payload` is None if no function is called, but idle ranks are ended. `timeout` and `stop_after` count from `started_at`;
+    `suspended_before` is how long Ctrl-Z had suspended the ranks by then. `number` is unique in this program. A call is
+    refused if it could not begin, because `lost_ranks` were lost (then `refused_at_start` is the value of `EventLoop.starts`
+    that the refusal followed) or because the run was interrupted. In a WorkerGroup, `ended_ranks` are those that have ended
+    with the call, and `lost_elsewhere` those whose loss outside of the call has ended it.
     """
 
     def __init__(

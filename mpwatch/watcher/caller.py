@@ -46,18 +46,9 @@ def log_last_report(result: RunResult[Any]) -> None:
 
 
 class Caller:
-    """One wait of one thread. `execute` is called once.
+    """One wait of one thread, for the ranks of `call`, or for all ranks if it is None. `execute` is called once.
 
-    Args:
-        watcher: whose ranks the thread waits for.
-        call: the call of a WorkerGroup. None: all ranks.
-        make_view: makes the live view.
-        ends_ranks: whether no rank is left afterwards, so that all ranks are stopped after an exception.
-
-    Attributes:
-        serve: is called at each wake-up, until an exception comes.
-        list_attempts: returns the latest attempts, for the last view of the ranks.
-        is_over: whether the thread does not wait any more.
+    `serve` is called at each wake-up, until an exception comes. With `ends_ranks`, no rank is left afterwards.
     """
 
     def __init__(
@@ -214,10 +205,7 @@ class Caller:
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return the result that `make` builds from what the ranks have sent. It runs user code.
-
-        First raise what `Signals.quit` has received. Deferred signals are delivered before an exception leaves.
-        """
+        """Return what `make` builds, which runs user code. First raise what `Signals.quit` has received."""
         try:
             if self.signals.error is not None:
                 raise self.signals.error
@@ -229,10 +217,7 @@ class Caller:
         return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any], attempts: Iterable[AttemptObservations]) -> None:
-        """Deliver the deferred signals to the program's handlers. The handler of SIGINT can raise KeyboardInterrupt.
-
-        Call this last, after all cleaning up, and outside of an `except` block, whose exception a traceback would show, too.
-        """
+        """Call this last, and outside of an `except` block: the handler of SIGINT can raise KeyboardInterrupt."""
         __tracebackhide__ = True  # see mpwatch.run
         for evidence in attempts:
             if evidence.interrupt_cause is InterruptCause.STOP_TIMEOUT:

@@ -78,13 +78,8 @@ class Node(Protocol):
 class EventLoop:
     """The ranks and the calls of one run or one WorkerGroup. Only the watcher thread uses it.
 
-    Attributes: any thread may read these.
-        state: of all ranks together.
-        suspended_seconds: how long Ctrl-Z has suspended the ranks.
-        starts: how often `start_ranks` was called.
-        interrupted: what has ended the run, such as a signal. It stays None in a WorkerGroup.
-        timers: post its method `call_at`.
-        stop_request: the first request to stop of the run. It stays None in a WorkerGroup.
+    Any thread may read `state`, `suspended_seconds` (by Ctrl-Z), `starts` (of `start_ranks`), `interrupted` (what has ended
+    the run) and `stop_request` (the first one of the run), and post `timers.call_at`.
     """
 
     def __init__(
@@ -620,11 +615,7 @@ class EventLoop:
             self._outbox.wake()
 
     def _find_state(self) -> WorkerState:
-        """Return one state that describes all ranks of this node.
-
-        It is UNHEALTHY while ranks are missing, or while a rank is restarted alone and the others go on. It is INIT while
-        all ranks are started or restarted together.
-        """
+        """UNHEALTHY while ranks are missing or one is restarted alone, INIT while all are started or restarted together."""
         ranks = self._ranks.values()
         if not self.starts or (not ranks and not self._keep_ranks):
             return self.state

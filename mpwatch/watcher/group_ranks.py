@@ -49,10 +49,9 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 
 
 class GroupRanks:
-    """The ranks of one WorkerGroup.
+    """The ranks of one WorkerGroup. Calls that run at the same time use different ranks (rank_queue.py).
 
-    Calls that run at the same time must use different ranks (rank_queue.py). `start` and `close` must not run beside a call,
-    but a cancelled call may still be on its way when `close` begins. Any thread may read `state` and `workers`.
+    `start` and `close` do not run beside a call, but a cancelled call may still be on its way when `close` begins.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -119,12 +118,10 @@ class GroupRanks:
         on_start: OnStart | None = None,
         has_view: bool = True,
     ) -> RunResult[Any] | None:
-        """Call a function in these ranks, or in all ranks if `ranks` is None.
+        """Call a function in these ranks, or in all. Raises LaunchError, or RuntimeError if the group or the program ends.
 
-        `on_start` gets the Caller of a call in the background, which has no live view. Return None if torch's process group
-        has gone with a lost rank, and only some ranks are called. See `lacks_process_group`.
-
-        Raises LaunchError. Raises RuntimeError if ranks must be started and the WorkerGroup is closed or the program ends.
+        `on_start` gets the Caller of a call in the background. Return None if torch's process group has gone with a lost
+        rank, and only some ranks are called. See `lacks_process_group`.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():

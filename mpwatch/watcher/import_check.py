@@ -16,11 +16,7 @@ GUARD = 'under `if __name__ == "__main__":`'
 
 
 def check_not_importing() -> None:
-    """Raise RuntimeError if this process must not start ranks.
-
-    A rank must not start ranks while the rank unpacks its call. A spawned process must not start ranks while the process
-    imports `__main__`.
-    """
+    """Raise RuntimeError in a rank that unpacks its call, and in a spawned process that imports `__main__`."""
     if is_importing_main():
         raise RuntimeError(
             "mpwatch was called while __main__ is being imported again, in a process that multiprocessing has spawned (such "
@@ -39,10 +35,7 @@ def check_not_importing() -> None:
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:
-    """Return the frame in which the top-level code of a module runs, or None if there is no such frame.
-
-    Begin at `frame`, and go from each frame to its caller until `call_payload.unpack` is reached.
-    """
+    """Return the frame between here and `call_payload.unpack` in which the top-level code of a module runs."""
     while frame is not None and frame.f_code is not call_payload.unpack.__code__:
         if frame.f_code.co_name == "<module>":
             return frame

@@ -34,13 +34,7 @@ class Task:
 
 
 class ItemQueue:
-    """The items that no rank has at present.
-
-    Args:
-        items: iterated only as far as ranks need items.
-        chunksize: the most items for a rank at once. None: MAX_CHUNKSIZE, but one at first.
-        policy: how often an item is tried again, and after which failures.
-    """
+    """The items that no rank has at present. Ranks get at most `chunksize` items at once."""
 
     def __init__(
         self,

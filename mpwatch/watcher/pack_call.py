@@ -19,19 +19,13 @@ def pack_call(call: Call) -> Payload:
 
 
 def pack_items(items: Mapping[str, Any]) -> Payload:
-    """Return a payload that contains items of `mpwatch.map`.
-
-    Raises LaunchError if an item cannot be packed, and names this item in the error.
-    """
+    """Pack items of `mpwatch.map`. Raises LaunchError, which names the item that cannot be packed."""
     call = Call(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
     return _pack(call, items.items)
 
 
 def _split_call(call: Call) -> Call:
-    """Return a call without PerRank arguments.
-
-    The attribute `parts` of the returned call contains the values of the PerRank arguments, in one dict for each rank.
-    """
+    """Move the values of PerRank arguments to `parts`, one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

@@ -11,11 +11,8 @@ from queue import SimpleQueue
 
 
 class Ticket:
-    """The ticket of one call.
-
-    Args:
-        ranks: the ranks that the call needs.
-        on_grant: is called when the call may begin, in any thread, and maybe several times. If it is None, a thread waits.
+    """Of one call. `on_grant` is called when it may begin, in any thread, maybe several times. If it is None, a thread
+    waits.
     """
 
     def __init__(self, ranks: Collection[int], on_grant: Callable[[], object] | None = None) -> None:

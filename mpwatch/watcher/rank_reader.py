@@ -36,17 +36,7 @@ NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs
 
 
 class RankReader:
-    """The reading half of the event loop.
-
-    Args:
-        pool: the ranks.
-        spec: the options.
-        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
-        wake: wakes the threads of the program.
-        on_stop_request: is called when a rank has called `request_stop`.
-        offer_debugger_socket: gets the socket of a rank that has reached a breakpoint.
-        list_monitors: returns the monitors of the present calls.
-    """
+    """The reading half of the event loop."""
 
     def __init__(
         self,

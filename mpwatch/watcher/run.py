@@ -33,13 +33,9 @@ def run_single_node(
     payload: Payload | None = None,
     on_start: Callable[[Caller], object] | None = None,
 ) -> RunResult[T]:
-    """Run a function on all ranks. When this returns or raises, no rank is left.
+    """Run a function on all ranks. When this returns or raises, no rank is left, and `payload` is closed.
 
-    Args:
-        spec: the options of the run.
-        make_view: makes the live view.
-        payload: the packed call, which this function closes. None: this function packs it.
-        on_start: is called with the Caller before the ranks are started.
+    `on_start` is called with the Caller before the ranks are started.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_stop_signals(spec)

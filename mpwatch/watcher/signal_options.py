@@ -20,10 +20,7 @@ IN_MAIN_THREAD_ONLY = (
 
 
 def check_stop_signals(spec: GroupSpec) -> None:
-    """Check that this thread can install handlers for the signals of the option `stop`, and can restore the old handlers.
-
-    Raises ValueError.
-    """
+    """Raise ValueError if handlers for the signals of the option `stop` cannot be installed and restored in this thread."""
     signals = spec.stop_policy.signals
     if threading.current_thread() is not threading.main_thread():
         refuse_signals(spec)
@@ -41,10 +38,7 @@ def refuse_signals(spec: GroupSpec) -> None:
 
 
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
-    """Return a dict that maps each signal to its handler, which can be SIG_DFL or SIG_IGN.
-
-    Leave out signals that C code handles. If C code handles a signal, the kernel reports a handler, but Python reports none.
-    """
+    """Return the handler of each signal, without those that C code handles: for them only the kernel reports a handler."""
     handlers = {signum: handler for signum in signals if (handler := get_handler(signum)) is not None}
     defaults = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]
     state = read_process_state(os.getpid()) if defaults else None

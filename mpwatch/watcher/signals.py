@@ -41,12 +41,7 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """The signals during one wait. A method that an exception has interrupted can be called again.
-
-    Args:
-        watcher: whose ranks the signals are for.
-        call: the call of a WorkerGroup that the signals are for. None: they are for all ranks.
-    """
+    """The signals during one wait, for the ranks of `call`, or for all ranks. An interrupted method can be called again."""
 
     def __init__(self, watcher: Watcher, call: Call | None) -> None:
         self._watcher, self._call = watcher, call

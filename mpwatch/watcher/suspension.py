@@ -46,12 +46,7 @@ class Suspension:
 
 
 class ProgramSuspension:
-    """Suspends the program and its ranks on SIGTSTP. Each blocking call in the main thread has its own.
-
-    Args:
-        post: passes a Suspension to the watcher thread.
-        is_watcher_running: returns whether the watcher thread can take a suspension.
-    """
+    """Suspends the program and its ranks on SIGTSTP. Each blocking call in the main thread has its own."""
 
     def __init__(self, post: Callable[[Suspension], object], is_watcher_running: Callable[[], bool]) -> None:
         self.is_requested = False

@@ -8,12 +8,10 @@ from mpwatch.wire.resource_errors import with_remedy
 
 
 class WakeupPipe:
-    """A pair of connected sockets, with which another thread or a signal wakes up a waiting thread.
+    """Two connected sockets. A thread waits until the first is readable; any thread or signal handler may call `wake`.
 
-    A thread waits until the first socket is readable. Each call of `wake` writes a byte to the second socket. If
-    `write_fd` was passed to `signal.set_wakeup_fd`, Python writes a byte to the second socket for each signal. Any thread
-    and any signal handler can call `wake` at any time. The first socket stays readable until `drain` is called. So if `wake`
-    is called before a thread begins to wait, the thread wakes up immediately.
+    If `wake` comes before the wait, the wait ends at once, since the socket stays readable until `drain`. With
+    `signal.set_wakeup_fd(write_fd)`, each signal ends the wait, too.
     """
 
     def __init__(self) -> None:
@@ -39,10 +37,7 @@ class WakeupPipe:
             self._pair[1].send(b"\0")
 
     def drain(self) -> bytes:
-        """Return the bytes that were written to the pair of sockets since the last `drain`.
-
-        A zero byte comes from the method `wake`, and each other byte is the number of a signal.
-        """
+        """Return the bytes since the last `drain`: zero for each `wake`, and the numbers of signals."""
         with suppress(OSError):
             return self._pair[0].recv(4096)
         return b""

@@ -64,18 +64,8 @@ def has_come_up(thread: threading.Thread) -> bool:
 class Watcher:
     """Lives as long as the run, or as long as the WorkerGroup unless the watcher itself fails.
 
-    Args:
-        spec: the options.
-        event_bus: of the run or the WorkerGroup.
-        keep_ranks: whether the ranks stay after a call.
-        node: the thread that talks to the other nodes, or None on one node.
-
-    Attributes:
-        loop: post its methods to the watcher thread.
-        outbox: what the threads of the program must run. See Caller.
-        workers: the latest start of each rank. Empty until `prepare` was called.
-        is_finished: no rank is left, and none will be started.
-        error: what the event loop has raised.
+    Post methods of `loop` to the watcher thread. The threads of the program run what is in `outbox`, see Caller. `workers`
+    has the latest start of each rank. If `is_finished`, no rank is left, and none will be started.
     """
 
     def __init__(self, spec: GroupSpec, event_bus: EventBus, *, keep_ranks: bool, node: Node | None = None) -> None:

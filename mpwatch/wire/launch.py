@@ -56,13 +56,8 @@ class LaunchInfo:
 
 
 class RankProcess(SpawnProcess):
-    """The process of a rank. In the watcher, a subclass starts and signals it (watcher/processes/process.py).
-
-    Args:
-        launch_info: the argument of the program's `main`.
-        program: name of the module whose `main` the rank runs. The watcher never imports this module.
-        name: the name of the process.
-        start_method: the child's default start method. None means Python's default.
+    """The process of a rank, which runs `main(launch_info)` of the module `program`. In the watcher, a subclass starts and
+    signals it (watcher/processes/process.py). `start_method` is the child's default.
     """
 
     def __init__(self, launch_info: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:

@@ -37,10 +37,7 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 
 
 class MessageKind(enum.IntEnum):
-    """The kind of a message.
-
-    The comment beside a kind describes the message's body. The messages SHUTDOWN and STOP_REQUESTED have an empty body.
-    """
+    """The kind of a message, and its body."""
 
     READY = 1  # READY_BODY
     CALL = 2  # CALL_NUMBER, then the packed call; if there is only the number, the first descriptor is its file
@@ -63,9 +60,8 @@ class MessageKind(enum.IntEnum):
 class Message:
     """A received message.
 
-    If the content of the message came in a file, `file` is the content of this file, and the body is empty. If the watcher
-    could not read this file, `file` is an OSError. `fd` is the descriptor that came with a message of the kind DEBUGGER or
-    COLLECTIVES. The receiver of the message must close `fd`.
+    If its content came in a file, `file` is this content, or the OSError of reading it, and the body is empty. The receiver
+    closes `fd`, which comes with DEBUGGER and COLLECTIVES.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
@@ -103,10 +99,7 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Add bytes of the stream, and return the messages that are now complete.
-
-        Raises ValueError if the bytes are not messages of mpwatch.
-        """
+        """Return the messages that are now complete. Raises ValueError if the bytes are not messages of mpwatch."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:

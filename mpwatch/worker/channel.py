@@ -15,9 +15,8 @@ READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """The channel, for the rank's main thread. Other threads may call only `send_socket` and `request_stop`.
-
-    A method that sends returns False if the channel is gone: the watcher is dead, or the function has closed it.
+    """The channel, for the rank's main thread. Other threads may call only `send_socket` and `request_stop`. A method that
+    sends returns False if the channel is gone: the watcher is dead, or the function has closed it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -75,10 +74,7 @@ class Channel:
                 self._socket.sendall(encode_frame(MessageKind.STOP_REQUESTED), MSG_NOSIGNAL)
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
-        """Wait for a call, and return the call's number and the arguments for `call_payload.unpack`.
-
-        Return None if no call will follow.
-        """
+        """Return the number of the next call, and the arguments for `call_payload.unpack`. None: no call will follow."""
         try:
             return self._read_call()
         except OSError:
@@ -125,20 +121,14 @@ class Channel:
         return kind, body
 
     def detach(self) -> None:
-        """Prevent Python from closing the channel's descriptor. The channel stays open until the rank exits.
-
-        If user code has closed the channel's descriptor, another file might now have the same number, and Python must not
-        close that file.
+        """Leave the descriptor open until the rank exits. If user code has closed it, another file may have the same number
+        now.
         """
         self._socket.detach()
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write the startup output of the rank's Python interpreter to the rank's stderr.
-
-    Startup output is what the interpreter prints before the rank's stderr is set up. The rank writes the startup output,
-    because a write to stderr can block and the watcher must not block.
-    """
+    """Write what the interpreter has printed before stderr was set up. The watcher must not, because this can block."""
     for fd in fds:
         with open(fd, "rb") as file:
             file.seek(0)

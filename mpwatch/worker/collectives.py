@@ -94,10 +94,7 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Wrap torch's functions that create process groups.
-
-    A wrapper calls `start`, then calls torch's function, and then adds the new process groups to `_groups`.
-    """
+    """Wrap torch's functions that create process groups: the thread is started, and the groups are added to `_groups`."""
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
             setattr(module, name, _note_groups(getattr(module, name), channel))
@@ -134,10 +131,7 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """For each backend, return the number that the backend's next record in torch's flight recorder will have.
-
-    Leave out backends without records.
-    """
+    """For each backend with records, return the number of its next record in torch's flight recorder."""
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
@@ -150,10 +144,7 @@ def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
 
 
 def start(channel: Channel) -> None:
-    """Start the thread that answers the watcher, if it has not been started yet.
-
-    If no descriptor or thread can be created, the watcher gets the rank's stacks, but not the rank's collectives.
-    """
+    """Start the thread that answers the watcher. If that fails, the watcher gets only the rank's stacks."""
     global _has_started, _requests
     if _has_started or not torch_private.has_flight_recorder():
         return
@@ -176,21 +167,14 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
 
 
 def send_before_failure(channel: Channel) -> None:
-    """Send this rank's collectives to the watcher, before the rank reports its failure.
-
-    After the rank has reported its failure, the watcher can stop the rank at any time.
-    """
+    """After the rank has reported its failure, the watcher can stop it at any time."""
     with suppress(Exception):  # another version of torch may record something else
         if _has_started:
             channel.send(MessageKind.CALLED_COLLECTIVES, describe_rank().to_json().encode())
 
 
 def answer_last_request() -> None:
-    """If a request of the watcher has already arrived, answer the request.
-
-    Call `answer_last_request` before the rank exits. When the rank exits, the thread that runs `_answer_requests` ends, even
-    if this thread has not sent its answer yet.
-    """
+    """Call this before the rank exits: the thread ends then, even if it has not sent its answer yet."""
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
             with suppress(OSError):  # there is no request, or the watcher is dead
@@ -207,12 +191,7 @@ def _answer_requests(requests: socket.socket) -> None:
 
 
 def _answer_one(requests: socket.socket) -> None:
-    """Receive a request of the watcher, and answer the request.
-
-    Raises:
-        BlockingIOError: there is no request.
-        OSError: the watcher is dead.
-    """
+    """Raises BlockingIOError if there is no request, and OSError if the watcher is dead."""
     if requests.recv(1, socket.MSG_DONTWAIT):
         try:
             answer = describe_rank().to_json().encode()
@@ -259,10 +238,7 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the collective in which the main thread waits, or None if it waits in no collective.
-
-    `entries` and `calls` can also contain collectives that other threads of the rank have called.
-    """
+    """Return the index of the collective in which the main thread waits. Other threads may have called collectives, too."""
     if not frames or not torch_private.is_of_torch(frames[0].f_code):
         return None
     frame = next(filter(_is_of_distributed, frames), None)
@@ -279,11 +255,8 @@ def _is_of_distributed(frame: FrameType) -> bool:
 
 
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries. If several entries have the same sequence number, return only the last one of them.
-
-    For a batch of three calls, NCCL makes four records with the same sequence number: one record for each call, and then one
-    record for the whole batch. NCCL updates only the last record of a batch, so only this record shows the current state of
-    the batch.
+    """Of entries with the same sequence number, return only the last one. For a batch of three calls NCCL makes four, one of
+    them for the whole batch, and updates only that.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -352,10 +325,7 @@ def _name_dtype(name: str) -> str:
 
 
 def _format_user_place(frames: list[FrameType]) -> str:
-    """Return the place of the innermost frame of user code, or "" if there are no frames.
-
-    `frames` begins with the innermost frame.
-    """
+    """Return the place of the innermost frame of user code, which comes first, or ""."""
     if not frames:
         return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]
@@ -363,10 +333,8 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Read `reduce_op` and `root` from the frames, set both in a copy of the collective, and return the copy.
-
-    If no frame belongs to the collective, return the collective unchanged. torch's flight recorder contains neither the
-    reduction nor the root rank of a collective.
+    """Add `reduce_op` and `root`, which torch's flight recorder does not have, from the frame that belongs to the
+    collective.
     """
     for frame in frames:
         name = frame.f_code.co_name

@@ -29,15 +29,8 @@ _is_stop_requested = False  # whether this rank has requested a stop in the pres
 def set_rank(
     fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], object]
 ) -> None:
-    """Make this process a rank.
-
-    In a process that the rank forks, `heartbeat`, `report`, `should_stop` and `request_stop` have no effect.
-
-    Args:
-        fields: the fields of the rank's Worker.
-        heartbeats: writes the rank's heartbeats.
-        stop_reader: computes the result of `should_stop`.
-        request_stop: asks the watcher to stop all ranks.
+    """Make this process a rank. In a process that it forks, `heartbeat`, `report`, `should_stop` and `request_stop` do
+    nothing.
     """
     global _fields, _heartbeats, _stop_reader, _request_stop
     _fields = fields
@@ -83,9 +76,8 @@ def current_worker() -> Worker:
 
 
 def choose_part(count: int) -> int:
-    """Return the index of this rank's value in a PerRank that has `count` values.
-
-    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
+    """Return the index of this rank's value in a PerRank. Raises ValueError if there is neither one for each rank of the job
+    nor one for each rank of this node.
     """
     worker = current_worker()
     if count == worker.world_size:

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModuleFinder:
-    """Passes a module to a function as soon as Python has imported this module.
-
-    Args:
-        name: full name of the module.
-        change: the function. It is called once.
-    """
+    """Passes the module `name` to `change`, once, as soon as Python has imported it."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
         self._name = name
@@ -59,10 +54,7 @@ class _ChangingLoader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module's code, and then pass the module to the finder's function `change`.
-
-        If `change` cannot import what it needs, the user's import still succeeds.
-        """
+        """If `change` cannot import what it needs, the user's import still succeeds."""
         with suppress(ValueError):
             sys.meta_path.remove(self._finder)
         assert module.__spec__ is not None

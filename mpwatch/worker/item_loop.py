@@ -72,9 +72,8 @@ def _call(fn: Callable[[Any], object], item: object) -> object:
 
 
 def _send_value(channel: socket.socket, value: object) -> bool:
-    """Send a value to the caller, and return whether the value could be sent. Raises what `pickle_value` raises.
-
-    The rank stops its heartbeats before it sends a value, because the rank may wait long for the next item.
+    """Return whether the value could be sent. Raises what `pickle_value` raises. Heartbeats stop before, because the rank
+    may wait long for the next item.
     """
     with closing(pickle_value(value)) as packed:
         context.stop_heartbeats()

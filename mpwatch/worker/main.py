@@ -92,12 +92,9 @@ def main(launch_info: LaunchInfo) -> None:
 def _die_with_watcher(guardian_fds: tuple[int, ...]) -> None:
     """Make the kernel kill this rank when the watcher dies.
 
-    multiprocessing has opened a pipe between the watcher and this rank. When the watcher dies, the kernel closes the
-    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel does not support F_SETSIG, or if a process that
-    the calling program has forked holds the watcher's end, too, only the guardian process kills the rank.
-
-    The watcher may have been killed before it could tell the guardian of this rank. So the rank does that itself, and then
-    looks whether the watcher is alive: if the watcher dies later, the guardian has the order.
+    When the kernel closes the watcher's end of the pipe of multiprocessing, it sends SIGKILL to the rank. Without F_SETSIG,
+    or if a fork of the program holds that end, too, only the guardian kills the rank. The watcher may have been killed
+    before it could tell the guardian of this rank. So the rank does that itself, and then looks whether the watcher lives.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
@@ -112,10 +109,10 @@ def _die_with_watcher(guardian_fds: tuple[int, ...]) -> None:
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:
-    """Ignore the signals in `ignored`, unblock all signals, and reset the handlers of SIGTERM and SIGCHLD.
+    """Ignore these signals, unblock all, and reset SIGTERM and SIGCHLD.
 
-    A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. A rank that
-    ignores SIGTERM can be stopped only by SIGKILL. A rank that ignores SIGCHLD cannot wait for its own children.
+    A rank inherits blocked signals from the watcher thread, and ignored ones from the program. If it ignored SIGTERM, only
+    SIGKILL could stop it, and if SIGCHLD, it could not wait for its own children.
     """
     if not callable(signal.getsignal(signal.SIGTERM)):  # else the start of the interpreter has set it, as coverage does
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -156,9 +153,8 @@ def _preload(names: tuple[str, ...]) -> BaseException | None:
 def _serve(
     channel: Channel, deferred_signals: DeferredSignals, preload_error: BaseException | None, *, capture_locals: bool
 ) -> None:
-    """Run and answer calls until the watcher sends SHUTDOWN or closes the channel.
-
-    If the rank cannot import a module of the option `preload`, the first call fails with the exception of the import.
+    """Run and answer calls until the watcher sends SHUTDOWN or closes the channel. If a module of `preload` cannot be
+    imported, the first call fails.
     """
     pid = os.getpid()
     has_returned = False
@@ -253,13 +249,7 @@ def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
 
 
 def pickle_value(value: object) -> Packed:
-    """Pickle a return value.
-
-    Raises:
-        TypeError: a part of the value cannot be pickled. The message names this part.
-        MemoryError: there is not enough memory.
-        OSError: another resource has run out.
-    """
+    """Raises TypeError, which names the part that cannot be pickled, or MemoryError or OSError if a resource has run out."""
     try:
         return return_values.pack(value)
     except MemoryError:
@@ -310,12 +300,7 @@ def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
 
 
 def _send_failure(channel: Channel, failure: _Failure) -> None:
-    """Send the message FAILING, then the text and the traceback of the exception, and then the pickled exception.
-
-    An exception's class can contain user code that crashes or hangs, for example in `__str__`. The message FAILING contains
-    only a time, so sending FAILING runs no code of the exception's class. Pickling can run any code of the exception's
-    class, so the rank first sends the text and the traceback.
-    """
+    """Send FAILING, the text and the traceback, and then the pickle, since the exception's own code may crash or hang."""
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
     if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
@@ -340,10 +325,7 @@ def _exit_without_channel(traceback_text: str = "") -> NoReturn:
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """Send the local variables of the failed call as text.
-
-    The watcher waits for the message LOCALS. If the variables cannot be encoded, send LOCALS with an empty body.
-    """
+    """The watcher waits for LOCALS. If the variables cannot be encoded, its body is empty."""
     texts = b""
     with suppress(BaseException):  # memory or threads have run out
         texts = failure.make_encoder().locals()
@@ -351,13 +333,7 @@ def _send_locals(channel: Channel, failure: _Failure) -> None:
 
 
 class _Failure:
-    """An exception that a call raised.
-
-    Args:
-        kind: RAISED or LOAD_FAILED.
-        error: the exception.
-        at: the time when the exception was raised, by CLOCK_MONOTONIC.
-    """
+    """An exception that a call raised. `kind` is RAISED or LOAD_FAILED, and `at` a time of CLOCK_MONOTONIC."""
 
     def __init__(self, kind: MessageKind, error: BaseException, at: float) -> None:
         self.kind = kind
@@ -378,11 +354,7 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Return an ExceptionEncoder for the error that replaces `self.error` in the rank's answer.
-
-        The rank replaces `self.error` if this exception cannot be encoded or sent. The new error gets the traceback of
-        `self.error`.
-        """
+        """Encode the error that replaces this one, which cannot be sent, with its traceback."""
         set_builtin_attribute(error, "__traceback__", get_builtin_attribute(self.error, "__traceback__"))
         return _Failure(self.kind, error, self.at).make_encoder()
 
@@ -395,10 +367,7 @@ class _LoadError(Exception):
 
 
 class _DebuggedError(Exception):
-    """With debug="post_mortem", a `_DebuggedError` replaces an exception of the user's function.
-
-    `raised_at` is the time when the function failed, not the time when the user left the prompt of pdb.
-    """
+    """With debug="post_mortem", this replaces the exception, to keep the time at which the function failed."""
 
     def __init__(self, error: Exception, raised_at: float) -> None:
         self.error = error
@@ -413,15 +382,10 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 
 
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
-    """Destroy the torch process group that mpwatch has made. Ignore exceptions, because the group might already be broken.
+    """Destroy the process group that mpwatch has made, after a successful call, and ignore exceptions.
 
-    When a rank destroys the group, other ranks that still wait for this rank fail at once. A rank must send its return value
-    before it destroys the group, because the watcher could otherwise get the failures of the other ranks first. After a
-    failed call, `_serve` does not destroy the group. Destroying the group can hang: for example, two ranks can wait for each
-    other.
-
-    Args:
-        only_unkept: do nothing if the group is kept for later calls.
+    The rank has sent its value before, because ranks that still wait for it fail at once. After a failed call, it is not
+    destroyed, since two ranks could wait for each other in it.
     """
     process_group = sys.modules.get("mpwatch.worker.process_group")
     if process_group is not None and not (only_unkept and process_group.is_kept()):

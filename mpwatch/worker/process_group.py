@@ -15,16 +15,10 @@ _group_number = 0  # the number of the last group within its version; equal in a
 
 
 def init(backend: str, version: int | None, timeout: float | None) -> None:
-    """Join the default process group, and wait until all ranks have joined it. Raises whatever torch raises.
+    """Join the default process group, unless the rank has one of this version, and wait until all ranks have joined it.
 
-    If `version` is not None, and the rank already has a group of this version, do nothing. With gloo, torch's
-    `init_process_group` waits only until this rank is connected to the other ranks. If a rank leaves the group before all
-    ranks have joined, the other ranks can fail to open their connections.
-
-    Args:
-        backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
-        version: see `Call` in wire/pickling/call_payload.py.
-        timeout: seconds for each collective. None means torch's default.
+    With gloo, torch's `init_process_group` waits only until this rank is connected, and fails in other ranks if one leaves
+    earlier. `timeout` is that of each collective, in seconds. Raises what torch raises.
     """
     global _version, _group_number
     import torch

@@ -25,12 +25,8 @@ from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
-    """Defers signals that arrive after a call of `defer` and before the next call of `restore`.
-
-    Only the main thread may create and use this object.
-
-    Args:
-        memory: the rank's slot, which contains the number of the call that the watcher has interrupted last.
+    """Defers signals between `defer` and `restore`, in the main thread. `memory` has the number of the call interrupted
+    last.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -40,10 +36,7 @@ class DeferredSignals:
         self._deferred: set[int] = set()
 
     def defer(self) -> None:
-        """Defer signals from now on.
-
-        If a signal gets a new handler after a call of `defer`, the next call of `defer` defers the signal, too.
-        """
+        """If a signal gets a new handler afterwards, the next `defer` defers it, too."""
         handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
             if always not in handlers and (default := get_handler(always)) is not None:  # None: a handler in C
@@ -54,10 +47,7 @@ class DeferredSignals:
                 set_handler(number, self._record)
 
     def prepare_for_call(self) -> None:
-        """Set SIGTERM to its default action, which ends the rank. If a SIGTERM was deferred, end the rank now.
-
-        A deferred SIGINT is kept for the next call.
-        """
+        """From now on SIGTERM ends the rank; a deferred one does at once. A deferred SIGINT is kept for the call."""
         # Python loses a signal that comes between its last check and the change of the handler. The kernel keeps a blocked
         # signal, whose default action then ends the rank.
         mask = c_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -67,13 +57,7 @@ class DeferredSignals:
             signal.raise_signal(signal.SIGTERM)
 
     def restore(self, call: int) -> None:
-        """Restore the function's handlers.
-
-        If a SIGINT for this call was deferred, run the handler of SIGINT. The handler of SIGINT can raise an exception.
-
-        Args:
-            call: the number of the call. A SIGINT that was sent for an earlier call is dropped.
-        """
+        """Restore the function's handlers, and run that of a SIGINT deferred in this call, which may raise."""
         interrupt = self._handlers.pop(signal.SIGINT, None)
         self._restore_handlers()
         if interrupt is not None:
@@ -84,10 +68,7 @@ class DeferredSignals:
                 signal.raise_signal(signal.SIGINT)
 
     def restore_for_exit(self) -> None:
-        """Restore the handlers after the last call, and drop deferred signals.
-
-        SIGTERM still ends the rank, even if the function has set a handler for SIGTERM.
-        """
+        """Drop deferred signals. SIGTERM ends the rank, even if the function has set a handler for it."""
         self._handlers.pop(signal.SIGTERM, None)
         self._restore_handlers()
 

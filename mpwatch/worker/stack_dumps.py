@@ -50,9 +50,8 @@ _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread.
-
-    If the user's function passes a file to `faulthandler.enable`, faulthandler writes the stack of a crash to this file.
+    """Make this rank write its stack dumps into this pipe. Return the identifier of the main thread. If the function passes
+    a file to `faulthandler.enable`, the stack of a crash goes there.
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
@@ -68,10 +67,7 @@ def register_stack_dumps(pipe: int) -> int:
 
 
 def redirect_crash_stack(target: socket.socket) -> None:
-    """Make faulthandler write the stack of a crash into this socket, and not into the rank's stack pipe.
-
-    If the user's function has passed another file to `faulthandler.enable`, do nothing.
-    """
+    """Make faulthandler write the stack of a crash into this socket, unless the function has chosen another file."""
     if _crash_file() is not None:
         fd = target.detach()
         status = os.fstat(fd)
@@ -95,10 +91,8 @@ def _enable_for_user(file: Any = None, *args: Any, **options: Any) -> None:
 
 
 class CrashFile:
-    """The file into which faulthandler writes the stack of a crash.
-
-    Only faulthandler keeps a reference to the CrashFile. If the user's function gives faulthandler another file, Python
-    deletes the CrashFile. When the CrashFile has been deleted, `_crash_file()` returns None.
+    """Only faulthandler refers to it, so it is deleted, and `_crash_file()` is None, once the function has chosen another
+    file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -113,10 +107,10 @@ class CrashFile:
 
 
 class StackWriter:
-    """The handler of PYTHON_DUMP_SIGNAL. A StackWriter writes the stacks of all threads in faulthandler's format.
+    """The handler of PYTHON_DUMP_SIGNAL, which writes the stacks of all threads in faulthandler's format.
 
-    In a dump, the stack of the main thread comes first, and the middle of a deep stack is left out. The dump contains the
-    outermost frames, because these frames show whether the rank is loading its call or running the function.
+    The main thread comes first. The middle of a deep stack is left out: the outermost frames show whether the rank is
+    loading its call.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:

@@ -37,11 +37,8 @@ def move_stderr(stderr_fd: int) -> bytes:
 
 
 def leave_terminal() -> None:
-    """Give up the controlling terminal, if there is one.
-
-    A rank is in a background process group of the terminal. If a background process reads from /dev/tty, the kernel silently
-    stops the process with SIGTTIN. Without a controlling terminal, the rank gets an error when it opens /dev/tty. An
-    inherited descriptor of the terminal, for example stdout, keeps working.
+    """Give up the controlling terminal: the kernel would silently stop the rank, a background process, when it reads from
+    /dev/tty. Inherited descriptors of the terminal keep working.
     """
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)

@@ -191,10 +191,8 @@ class RankMagics(Magics):
         return found
 
     def _check_source(self, cell: str) -> tuple[str, str, bool]:
-        """Return the cell's source, the name of its file, and whether the value of its last expression is shown.
-
-        A blank line replaces the line with `%%ranks`, so that tracebacks show the line numbers of the cell. Raises
-        SyntaxError.
+        """Return the cell's source, the name of its file, and whether the value of its last expression is shown. A blank
+        line replaces the line with `%%ranks`, for the line numbers in tracebacks. Raises SyntaxError.
         """
         __tracebackhide__ = True
         source = f"\n{cell}"
@@ -207,11 +205,8 @@ class RankMagics(Magics):
         return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not _ends_with_semicolon(source, body[-1])
 
     def _find_cell_number(self) -> int:
-        """Return the number of the running cell.
-
-        `_find_cell_number` searches the frames of the call stack for the file name of a cell. IPython can convert the file
-        name of a cell to the number of the cell. The shell's counter `execution_count` can already have the number of the
-        next cell.
+        """Find the running cell by the file names of the call stack: `execution_count` can have the number of the next one
+        already.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None:

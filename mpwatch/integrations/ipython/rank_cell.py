@@ -46,10 +46,7 @@ class CellOutcome:
 
 
 def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
-    """Run the cell with the variables of earlier cells, and with variables that the notebook has sent (`--push`).
-
-    Raises the exception of the cell.
-    """
+    """Run the cell with the variables of earlier cells and of `--push`. Raises the exception of the cell."""
     __tracebackhide__ = True
     state = mpwatch.current_worker().state
     variables: dict[str, Any] = state.setdefault(NAMESPACE, {"__name__": "__main__"})

@@ -106,10 +106,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
 
 def _import_launchers(strategy: Any) -> ModuleType:
-    """Return Lightning's module of launchers, such as `lightning.pytorch.strategies.launchers.multiprocessing`.
-
-    Raise TypeError if `watched` does not support the strategy.
-    """
+    """Return Lightning's module of launchers for the strategy. Raises TypeError if `watched` does not support it."""
     modules = {cls.__name__: cls.__module__ for cls in type(strategy).__mro__}
     module = modules.get("ParallelStrategy", "")
     if not module.endswith(".strategies.parallel") or UNSUPPORTED_STRATEGIES & modules.keys():
@@ -134,10 +131,8 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 class _StrategyHook:
-    """An object that `watched` adds to a strategy.
-
-    The ranks must not get a `_StrategyHook`. So each subclass defines `__reduce__`, which pickles another object instead of
-    the `_StrategyHook`. `__deepcopy__` is defined because `copy.deepcopy` would otherwise use `__reduce__`.
+    """What `watched` adds to a strategy. Ranks must not get it, so `__reduce__` of a subclass pickles another object, and
+    `__deepcopy__` keeps `copy.deepcopy` from using that.
     """
 
     def __init__(
@@ -231,10 +226,7 @@ class _TrainerLauncher(_Launcher):
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks, and copy the state of rank 0's Trainer to the caller's Trainer.
-
-        Return what the function returned in rank 0.
-        """
+        """Run the function in all ranks, copy the state of rank 0's Trainer to the caller's, and return rank 0's value."""
         __tracebackhide__ = True
         is_fit = trainer.state.fn == "fit"
         if is_fit and self._has_fit:
@@ -281,10 +273,7 @@ def _keep_signal_handlers() -> None:
 
 
 def _unshare_weights(values: list[Any]) -> None:
-    """If weights are in shared memory, copy them, so that each rank has separate weights.
-
-    A model is in shared memory if one of Lightning's spawning strategies has trained it before.
-    """
+    """Give each rank weights of its own. A spawning strategy of Lightning may have moved them to shared memory before."""
     from torch import nn
 
     module: Any

@@ -58,10 +58,8 @@ class TrainerState:
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer.
-
-        If a callback or the module cannot load its state, `restore` issues a warning, and copies all other state. A warning
-        filter can turn a warning into an exception, so `restore` issues the warnings after it has copied the whole state.
+        """Copy the state into the caller's trainer. What cannot be loaded is warned about at the end, since a filter may
+        raise.
         """
         problems = [*self.problems]
         if self.weights:
@@ -110,10 +108,8 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load each weight for which the caller's module has a layer.
-
-    Return a list with one text that describes the problem, or [] if all weights were loaded. The caller's module may lack
-    layers that `configure_model` has added only in the ranks.
+    """Load the weights for which the caller's module has layers, and return problems: `configure_model` may have added
+    others.
     """
     try:
         keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None

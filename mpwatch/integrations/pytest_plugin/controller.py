@@ -47,10 +47,8 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store the next test (`nextitem`), because the ranks keep each fixture whose scope includes the next test.
-
-    With `--pdb`, pdb opens in the rank in which a marked test fails. This function unregisters pytest's plugin for pdb while
-    a marked test runs, so that pdb does not also open in pytest's own process.
+    """Store the next test: the ranks keep each fixture whose scope includes it. With `--pdb`, pytest's plugin for pdb is off
+    during a marked test, for which pdb opens in the rank.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -72,10 +70,7 @@ def _run_test(item: pytest.Item) -> None:
 
 
 def _merge_marks(item: pytest.Item) -> dict[str, Any]:
-    """Return the options in the marks of the test, its class and its module.
-
-    If several marks set the same option, the mark of the test itself has priority.
-    """
+    """The mark of the test itself has priority over those of its class and module."""
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if len(mark.args) > 1:
@@ -250,10 +245,7 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
 
 
 def _raise_failure(*failures: RunFailedError) -> None:
-    """Raise the exception of the rank that failed first, with notes about other ranks and about later failures.
-
-    `failures` must be sorted by time, with the earliest failure first.
-    """
+    """Raise the exception of the rank that failed first, with notes about other ranks and later failures."""
     __tracebackhide__ = True
     if not failures:
         return
@@ -274,11 +266,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the failure that pytest must report, which is usually the root cause.
-
-    If the root cause is a skip or an expected failure, and another rank has failed unexpectedly, return the failure of the
-    other rank.
-    """
+    """Return the root cause, or an unexpected failure of another rank if that is a skip or an expected failure."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -296,9 +284,5 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 
 
 def _fail_without_traceback(text: str) -> NoReturn:
-    """Fail the test.
-
-    `_fail_without_traceback` does not set `__tracebackhide__`, because pytest prints a text about hidden frames if all
-    frames of a traceback are hidden.
-    """
+    """Without `__tracebackhide__`: pytest would print a text about hidden frames if all are hidden."""
     raise pytest.fail.Exception(text, pytrace=False) from None

@@ -90,10 +90,7 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 
 
 def prepare_session(config: SessionConfig) -> None:
-    """Make the pytest session of this rank if it does not exist.
-
-    Call this function before the timeout of the test begins, because a new session may import large modules.
-    """
+    """Call this before the timeout of the test begins, because a new session may import large modules."""
     __tracebackhide__ = True
     _get_session(config)
 
@@ -138,10 +135,7 @@ class _NullTerminal(io.StringIO):
 
 
 class RankSession:
-    """A pytest session in a rank.
-
-    A RankSession is also a plugin of its pytest session, so that pytest calls the hook methods of RankSession.
-    """
+    """A pytest session in a rank, and a plugin of this session."""
 
     def __init__(self, config: SessionConfig) -> None:
         rank = current_worker().rank
@@ -200,13 +194,8 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the exception that `run_item` must raise for the test, or None if there is no exception.
-
-        If the test has failed, return the exception of the first failure. If the test was only skipped, or failed only as
-        expected (xfail), return the exception of the skip or the xfail.
-
-        If there is an exception, also write the further failures, the captured logging and the warnings of the test to
-        stderr, because the rank sends only the exception to the controller.
+        """Return the exception for the test: that of the first failure, or else of the skip or the xfail. The rank sends
+        only this one, so further failures, captured logging and warnings go to stderr.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.

@@ -32,16 +32,8 @@ SRUN_ARGS = ["--kill-on-bad-exit=0"]
 
 
 class SubmititEngine:
-    """Starts the minimum number of nodes as one job of submitit, and each further node as a separate job of submitit.
-
-    Args:
-        executor: an executor of submitit. The engine uses a copy of it.
-        least: the minimum number of nodes.
-        address: the address of this process.
-        stop_seconds: how many seconds a node may need to end after it has lost the driver.
-
-    Attributes:
-        is_preempted: whether a node has received the signal of submitit.
+    """Starts the minimum number of nodes as one job of submitit, and each further one as a job of its own. A node may need
+    `stop_seconds` to end after it has lost the driver.
     """
 
     def __init__(self, executor: submitit.Executor, least: int, *, address: str, stop_seconds: float = 15.0) -> None:
@@ -78,9 +70,8 @@ class SubmititEngine:
         return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
-        """Cancel a node. If no other node of the same submitit job runs, also cancel the submitit job.
-
-        A cancelled node ends even if its submitit job continues, because the driver closes the connection to the node.
+        """Cancel the submitit job, too, if no other node of it runs. The node ends in any case, since its connection is
+        closed.
         """
         with self._lock:
             self._futures[number].cancel()

@@ -15,16 +15,12 @@ POLL_SECONDS = 0.5  # between two requests to ranks that have not been started y
 
 @contextmanager
 def stop_when_preempted() -> Iterator[threading.Event]:
-    """Ask all ranks to stop when this process receives the signal of submitit during the `with` block.
+    """Within the block, ask all ranks to stop when this process gets the signal of submitit. Yield an Event that is set
+    then.
 
-    Yield a `threading.Event` that is set when the signal of submitit arrives.
-
-    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a signal handler can run too
-    late. So this function starts the thread "mpwatch preemption". When a signal arrives, Python writes the number of the
-    signal to a socket (`signal.set_wakeup_fd`), and the thread "mpwatch preemption" reads the number. The calling thread
-    blocks the signal of submitit, so that the kernel delivers the signal to the thread "mpwatch preemption". A thread or
-    process that the calling thread starts during the `with` block inherits the blocked signal. For example, the signal of
-    submitit is blocked in the guardian process.
+    Python runs handlers only in the main thread, which may be waiting for a lock. So the number of the signal is read from a
+    socket (`signal.set_wakeup_fd`) by the thread "mpwatch preemption", which also gets the signal, since the calling thread
+    blocks it, and with it what that starts, such as the guardian.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

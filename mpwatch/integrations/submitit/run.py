@@ -95,10 +95,7 @@ def _remove_own_frame(error: BaseException | None) -> None:
 
 
 def _ignore_signal(fn: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that ignores the signal of submitit and then calls `fn`.
-
-    A rank must ignore the signal, because SLURM sends the signal to all processes of the job.
-    """
+    """Call `fn` with the signal of submitit ignored, which SLURM sends to all processes of the job."""
     number = int(preemption_signal())
 
     @functools.wraps(fn)

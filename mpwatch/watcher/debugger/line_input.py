@@ -40,10 +40,7 @@ def explain_missing_prompt() -> str:
 
 
 def read_line(prompt: str, socket: int, complete: Complete) -> str:
-    """Read one line from the user, without its newline.
-
-    Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, and PromptClosedError if the rank's end of the socket is closed.
-    """
+    """Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, PromptClosedError if the rank closes its end."""
     is_reading = False
 
     def close_prompt(*_: object) -> None:

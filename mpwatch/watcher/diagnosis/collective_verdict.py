@@ -64,14 +64,9 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 class CollectiveVerdict:
     """A verdict on ranks whose collectives do not fit together.
 
-    Attributes:
-        blamed: empty if it is not certain which ranks are to blame.
-        evidence: for each blamed rank, a phrase that follows the rank's name.
-        seconds: how long the first rank has waited in the collective.
-        have_returned: whether the ranks to blame have returned.
-        is_blocking: whether the main thread of a rank certainly waits in the collective.
-        is_complete: whether it is known what each rank waits for. Else the cause may be a rank that has not answered, or one
-            in send or recv.
+    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_blocking`: the
+    main thread of a rank certainly waits in the collective. `is_complete`: it is known what each rank waits for. Else the
+    cause may be a rank that has not answered, or one in send or recv.
     """
 
     kind: VerdictKind
@@ -102,12 +97,7 @@ def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int]
 
 
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
-    """Return all verdicts, the most certain first: MISMATCH, ABSENT (first of ranks that have returned), CROSSED.
-
-    Args:
-        answers: by mpwatch's global ranks. Only these ranks can be blamed.
-        returned: ranks whose function has returned.
-    """
+    """Return all verdicts, the most certain first: MISMATCH, ABSENT (first of ranks that have returned), CROSSED."""
     calls = _Calls(answers)
     return [*_find_mismatch(calls), *_find_absent(calls, answers, set(returned))]
 
@@ -135,10 +125,7 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts to log as warnings, and add their findings to `warned`.
-
-    One warning is enough for the same ranks: rank 0 may wait for rank 2 in one process group, and rank 1 in another.
-    """
+    """Return the verdicts to log, and add their findings to `warned`. One warning is enough for the same ranks."""
     stalls = list(stalls)
     named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
     new = []

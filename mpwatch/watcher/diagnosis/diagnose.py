@@ -168,10 +168,7 @@ def _correct_collectives(attempt: AttemptObservations) -> None:
 
 
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that timed out while they waited for a peer, and the silent ranks that waited in a collective.
-
-    Call this before `drop_payloads`.
-    """
+    """Return the ranks that timed out while they waited for a peer, and the silent ones that waited in a collective."""
     silent = {rank for rank in attempt.silent_ranks if is_in_collective(attempt.ranks[rank])}
     return silent | _find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT)
 
@@ -277,10 +274,7 @@ def _find_silent_ranks(
     running: Mapping[int, RankObservations],
     verdict: CollectiveVerdict | None,
 ) -> Failures:
-    """Return HANG failures for the silent ranks, as of their last heartbeat, and for the ranks that caused the silence.
-
-    A silent rank that waits for another one is a victim.
-    """
+    """Return HANG failures for the silent ranks, unless they wait for another one, and for those that caused the silence."""
     silent = set(attempt.silent_ranks.keys() & running.keys())
     evidence = {} if verdict is None else {rank: verdict.evidence[rank] for rank in running.keys() & verdict.blamed}
     to_blame = set(evidence) or find_cause_of_silence(running, silent) or silent
@@ -298,10 +292,7 @@ def _find_silent_ranks(
 
 
 def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
-    """Return the ranks that were running when the watcher stopped them.
-
-    A silent rank counts as one of them, even if it returned after its heartbeat timeout.
-    """
+    """Return the ranks that were running when they were stopped, and the silent ones, even if they returned after that."""
     return {
         rank: observed
         for rank, observed in attempt.ranks.items()

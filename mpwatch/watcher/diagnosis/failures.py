@@ -42,10 +42,7 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether the rank's function has returned a valid value: before the watcher began to stop the ranks.
-
-    Later, a signal of the watcher may have made it return early. A value that came too late for `timeout` is not valid.
-    """
+    """A value counts if it came before the watcher began to stop the ranks, and within `timeout`."""
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED:
         return False

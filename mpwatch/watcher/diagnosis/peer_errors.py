@@ -96,19 +96,13 @@ HINT_WORDS = re.compile(
 
 
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
-    """Return the kind of peer error that a reported exception or one of its causes shows. Unpickles nothing.
-
-    A kind that is certain is preferred to POSSIBLY_PEER and HINT.
-    """
+    """Look for a peer error in an exception and its causes, without unpickling. A certain kind is preferred."""
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
 
 
 def classify_death(exit_code: int | None, stderr: str, crash_stack: str, backend: str) -> PeerErrorKind | None:
-    """Return the kind of peer error if a backend of torch.distributed has ended the rank by abort().
-
-    `backend` is the one of the collective in which the rank waits, or empty.
-    """
+    """Return the kind if a backend of torch.distributed has ended the rank by abort(), while it waited in a collective."""
     if exit_code != -signal.SIGABRT:
         return None
     if NCCL_WATCHDOG_TEXT in stderr.lower():

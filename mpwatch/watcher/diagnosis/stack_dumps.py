@@ -104,9 +104,8 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, maybe of a forked child, without mpwatch's frames.
-
-        Python 3.14 and newer write native frames, too. Only those of the crashed C code are kept.
+        """The stack of the last crash, maybe of a forked child, without mpwatch's frames and the native frames before the
+        crash.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -214,10 +213,7 @@ def _cut_dump_handler(block: str) -> str:
 
 
 def _find_crashed_native_frames(native_stack: str) -> list[str]:
-    """Return the native frames of the C code that crashed, or none if the interpreter itself did.
-
-    `native_stack` begins with the signal handler: several frames in the interpreter, and then one in libc.
-    """
+    """The stack begins with the signal handler: several frames in the interpreter, and then one in libc."""
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""
     below_handler = list(dropwhile(lambda frame: frame[0] == interpreter, frames))[1:]

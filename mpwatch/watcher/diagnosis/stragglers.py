@@ -42,10 +42,7 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks that caused the silence of these ranks, or none if that is unclear.
-
-    First the silent ranks are compared with each other, and then, if they wait in one collective, with all running ranks.
-    """
+    """Compare the silent ranks with each other, and then, if they wait in one collective, with all running ranks."""
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
     if stragglers := find_stragglers(silent_ranks) or (outside if len(outside) < len(silent_ranks) else set()):

@@ -38,17 +38,9 @@ from mpwatch.watcher.machine.transitions import (
 class CallMachine:
     """Decides about the ranks of one call, from its begin until its ranks are idle again or have ended.
 
-    Args:
-        phases: the phase of each rank, STARTING or READY.
-        now: the current time, in seconds on the clock of all other times.
-        grace_period: seconds between SIGTERM and SIGKILL. A rank has the same time to exit after it has returned.
-        timeout_at: when the call times out.
-        start_deadline: when all ranks must be ready.
-        heartbeat_timeout: seconds that a rank may be silent after its first heartbeat, or None for no limit.
-        stop_timeout: seconds for the ranks to return after a stop was requested, or None for no limit.
-        keep_ranks: whether the ranks stay after the call, for the next one.
-        lease: how long the ranks may run without contact to the other nodes.
-        are_limits_suspended: whether a prompt of a debugger is open.
+    All times are of one clock, in seconds. `grace_period` is also the time that a rank has to exit after it has returned.
+    `stop_timeout` counts from the request to stop, and `lease` is how long the ranks may run without contact to the other
+    nodes. With `are_limits_suspended`, a prompt of a debugger is open.
     """
 
     def __init__(

@@ -20,12 +20,7 @@ RECHECK_SHARE = 0.1  # of the limit: the time between two readings while a rank 
 
 
 class Heartbeats:
-    """The heartbeats of all ranks during one call.
-
-    Args:
-        limit: seconds that a rank may be silent after its first heartbeat, or None for no limit.
-        now: the current time, in seconds on the clock of all times in this class.
-    """
+    """The heartbeats of all ranks during one call. After its first one, a rank may be silent for `limit` seconds."""
 
     def __init__(self, limit: float | None, now: float) -> None:
         self._limit = math.inf if limit is None else limit
@@ -60,10 +55,7 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Record the time of the rank's latest heartbeat, which the event loop has just read.
-
-        Return True if all heartbeats have been read the second time, and at least one rank was silent at the second reading.
-        """
+        """Record a heartbeat. Return True if this ends the second reading, and at least one rank was silent in it."""
         self._unread.discard(rank)
         if beat_at is not None:
             self._update(rank, beat_at, now)

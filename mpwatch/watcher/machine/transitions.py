@@ -110,10 +110,7 @@ class Failing(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Failed(RankEvent):
-    """The rank has reported a failure.
-
-    The failure is secondary if another rank may have caused it, for example because the connection to that rank was lost.
-    """
+    """The rank has reported a failure. Another rank may have caused a secondary one, by closing its connection."""
 
     is_secondary: bool = False
 
@@ -152,10 +149,7 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The run or the call is interrupted.
-
-    CallMachine acts as if the calling program had received the signal `signum`. The actions do not depend on `cause`.
-    """
+    """The run or the call is interrupted, as if the program had received `signum`. No action depends on `cause`."""
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -163,10 +157,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The ranks are asked to save their state and return.
-
-    `mpwatch.should_stop` returns True in all ranks at the same step.
-    """
+    """The ranks are asked to save and return: `mpwatch.should_stop` becomes true in all ranks at the same step."""
 
     cause: str  # such as "SIGUSR1"
     signum: int | None = None  # the signal to the calling program that has caused the request; None if there was no signal
@@ -195,10 +186,8 @@ class ResumeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The program was suspended, for example by Ctrl-Z, and is running again now.
-
-    The time since `suspended_at` does not count for `timeout` and the other time limits. Only a Lease counts the time of the
-    suspension, because the other nodes of the job were running during the suspension.
+    """The program was suspended, by Ctrl-Z for example. That time counts for no limit but the Lease, since other nodes ran
+    on.
     """
 
     suspended_at: float
@@ -216,9 +205,8 @@ class CollectivesMismatched:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """How long the ranks of a node may run while the node has no contact with the other nodes.
-
-    Each contact with the other nodes renews the lease. When the lease has run out, the other nodes go on without this node.
+    """How long the ranks of a node may run without contact to the others, which go on without it afterwards. Contact renews
+    it.
     """
 
     stop_at: float = math.inf  # when the ranks must be stopped
@@ -265,10 +253,7 @@ class DumpStacks:
 
 @dataclass(frozen=True, slots=True)
 class RequestCollectives:
-    """Ask the rank which collectives it has called. StackDumped is the answer.
-
-    Only ranks whose function has returned are asked.
-    """
+    """Ask a rank whose function has returned for its collectives. StackDumped is the answer."""
 
     rank: int
 

@@ -28,9 +28,6 @@ class DeferredLog:
 
 
 def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
-    """Log a record in this thread, with the traceback of `error`.
-
-    Exceptions of logging handlers are ignored, except those that end the run, such as KeyboardInterrupt.
-    """
+    """Exceptions of logging handlers are ignored, except those that end the run, such as KeyboardInterrupt."""
     with suppress(*USER_ERRORS):
         log.log(level, text, *args, exc_info=error)

@@ -46,13 +46,7 @@ def no_view() -> None:
 
 
 class ViewDriver:
-    """The view of one run or call. Its methods raise only what ends the run, such as KeyboardInterrupt.
-
-    Args:
-        make_view: makes the view, or returns None.
-        ask: makes the watcher thread pass the statuses of all ranks to a function, and wake up this thread.
-        is_shown: whether the view shows a rank.
-    """
+    """The view of one run or call. Its methods raise only what ends the run, such as KeyboardInterrupt."""
 
     def __init__(
         self,

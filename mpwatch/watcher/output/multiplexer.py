@@ -24,13 +24,7 @@ SHOW_SECONDS = 2.0  # before an unfinished line is shown, and between two update
 
 
 class RankStream:
-    """The stdout or the stderr of one rank.
-
-    Args:
-        rank: the global rank.
-        stream: "stdout" or "stderr".
-        make_prefix: returns the prefix of a line that is shown now. The prefix may contain the time.
-    """
+    """The stdout or stderr of one rank. `make_prefix` returns the prefix of a line that is shown now."""
 
     def __init__(self, rank: int, stream: str, make_prefix: Callable[[], bytes]) -> None:
         self.rank = rank
@@ -41,11 +35,7 @@ class RankStream:
         self.due_at = math.inf  # when the unfinished line is shown next
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Add bytes, and return the lines that are now complete.
-
-        A line can be shown before the rank has written its newline. If the rank adds only the newline to a line that was
-        already shown, do not return the line a second time.
-        """
+        """Return the lines that are now complete, but not one that was shown without its newline."""
         lines, shown = self.assembler.feed(data), self.shown
         if lines:
             self.shown, self.due_at = b"", math.inf
@@ -54,10 +44,7 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the text of the unfinished line, followed by a newline.
-
-        Return empty bytes if the line is empty or was already shown.
-        """
+        """Return the unfinished line with a newline, unless it is empty or was shown."""
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
@@ -69,12 +56,7 @@ class RankStream:
 
 
 class OutputMultiplexer:
-    """Merges the output that all ranks print during one call.
-
-    Args:
-        is_line_mode: whether to begin in line mode, even if only one rank prints.
-        has_several_ranks: whether more than one rank can be shown. If not, passthrough mode begins without waiting.
-    """
+    """Merges the output of all ranks. If only one rank can be shown, passthrough mode begins at once."""
 
     def __init__(self, *, is_line_mode: bool, has_several_ranks: bool) -> None:
         self._is_line_mode = is_line_mode
@@ -127,10 +109,7 @@ class OutputMultiplexer:
             self._end_line(rank_stream)
 
     def take_pending(self) -> list[tuple[str, bytes]]:
-        """Return the output that has to be written now, and remove it from this object.
-
-        Each element is a tuple such as ("stdout", b"epoch 1"): a stream of the caller, and the bytes to write to it.
-        """
+        """Return what has to be written now, as pairs of a stream of the caller and bytes."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -156,10 +135,8 @@ class OutputMultiplexer:
                 self.end_stream(rank_stream)
 
     def _change_to_line_mode(self) -> None:
-        """Change from passthrough mode to line mode, because a second rank has printed something.
-
-        If the first rank has printed a part of a line, write a newline after this part. If the first rank later adds text to
-        the line, the whole line is shown again.
+        """A second rank has printed something. If the first one has printed half a line, end it; it is shown again when it
+        is whole.
         """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:

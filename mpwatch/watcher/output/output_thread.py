@@ -35,14 +35,10 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 
 
 class OutputThread:
-    """Starts the output thread, gives jobs to it, and ends it.
+    """Starts the output thread, gives it jobs, and ends it. Raises LaunchError.
 
-    Other threads must not call `hold`, `start_call`, `add_pipes` and `end_pipes` directly, but must pass these methods to
-    `post`. After `stop_when_drained`, the output thread ends and releases its resources, even if Ctrl-C prevents the call of
-    `close`. The constructor raises LaunchError.
-
-    Args:
-        deferred_log: receives a warning when output cannot be written.
+    `hold`, `start_call`, `add_pipes` and `end_pipes` run in the thread: other threads `post` them. After
+    `stop_when_drained`, it ends by itself, even if Ctrl-C prevents the call of `close`.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
@@ -85,16 +81,12 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
-
-        While output is held back, the output thread reads pipes and writes output only in jobs such as `_drain_all`.
-        """
+        """While output is held back, the thread reads pipes and writes output only in jobs such as `_drain_all`."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """Wait until everything that the ranks have written so far has reached the log files and the caller's streams.
-
-        Return False if the wait takes longer than `timeout` seconds. If `timeout` is None, the wait has no limit.
+        """Wait until all that the ranks have written is in the log files and the caller's streams. Return False after
+        `timeout`.
         """
         return not self.has_output() or self._wait_for(
             partial(self._drain_all, with_unfinished_lines=with_unfinished_lines), timeout
@@ -110,12 +102,7 @@ class OutputThread:
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Wait until the output thread has drained the pipes of all ended ranks.
-
-        When a rank has ended, the job `end_pipes` drains its pipes. `drain_ended_ranks` drains no pipe itself, but waits
-        until the output thread has run all jobs that were posted earlier. Return False if the wait takes longer than
-        `timeout` seconds.
-        """
+        """Wait until all earlier jobs are done, among them `end_pipes` of the ended ranks. Return False after `timeout`."""
         return self._wait_for(lambda: None, timeout)
 
     def _wait_for(self, job: Callable[[], object], timeout: float | None) -> bool:
@@ -128,17 +115,11 @@ class OutputThread:
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Ask the output thread to write all remaining output, and then to exit. Return at once.
-
-        Call this method only after the last rank has ended.
-        """
+        """After the end of the last rank: write what is left, and exit. Returns at once."""
         self.post(self._drain_and_stop)
 
     def close(self) -> None:
-        """End the output thread and release its resources.
-
-        Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams.
-        """
+        """Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams."""
         if self._thread is None:
             self._release()
             return
@@ -173,11 +154,8 @@ class OutputThread:
                 pipe.is_polled = True
 
     def end_pipes(self, pipes: Sequence[OutputPipe], startup_output: bytes) -> None:
-        """Drain and close the pipes of a rank when the rank and its process group have ended.
-
-        Args:
-            pipes: all pipes of the rank.
-            startup_output: the output of the interpreter that the rank did not write to its stderr itself.
+        """Drain and close the pipes of a rank when its process group has ended, and write what its interpreter printed, if
+        it did not.
         """
         open_pipes = [pipe for pipe in pipes if self._pipes.get(pipe.fd) is pipe]  # none after an error of this thread
         for pipe in open_pipes:
@@ -245,10 +223,8 @@ class OutputThread:
             self._wait_for_batch()
 
     def _wait_for_batch(self) -> None:
-        """After a small read, wait BATCH_SECONDS for more output. If a job comes, end the wait and run the job.
-
-        Without a wait of BATCH_SECONDS, each printed line would wake the output thread. For a rank, waking the output thread
-        takes longer than printing a line.
+        """After a small read, wait BATCH_SECONDS for more output or a job. Without it, each printed line would wake this
+        thread, which costs a rank more than printing.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -259,10 +235,7 @@ class OutputThread:
             self._jobs.popleft()()
 
     def _drain(self, pipe: OutputPipe) -> None:
-        """Read the pipe until it is empty.
-
-        Read at most about DRAIN_LIMIT bytes, because a child of the rank may never stop writing.
-        """
+        """Read at most about DRAIN_LIMIT bytes, because a child of the rank may never stop writing."""
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(pipe):
                 break
@@ -287,10 +260,7 @@ class OutputThread:
             self._write_to_sinks()
 
     def _stop_polling(self, pipe: OutputPipe) -> None:
-        """Stop polling a pipe that all writers have closed.
-
-        The log file stays open, because `end_pipes` can later write the interpreter's startup output to the log file.
-        """
+        """All writers have closed the pipe. The log file stays open for what `end_pipes` may add."""
         if pipe.is_polled:
             pipe.is_polled = False
             self._selector.unregister(pipe.fd)
@@ -309,10 +279,7 @@ class OutputThread:
                 self._call_sink(stream, partial(sink.write, data))
 
     def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
-        """Call the method `write` or `flush` of a sink.
-
-        If the method of the sink raises an exception or returns False, log a warning and write nothing more to the sink.
-        """
+        """If the sink raises an exception or returns False, log a warning and write nothing more to it."""
         if stream in self._broken_sinks:
             return
         try:

@@ -16,10 +16,7 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 
 
 class StdioFds:
-    """The descriptors that become the stdout and stderr of one rank.
-
-    If `stdout` or `stderr` is None, the rank inherits this stream from the caller.
-    """
+    """The descriptors that become stdout and stderr of one rank. None: it inherits the caller's."""
 
     def __init__(self) -> None:
         self.stdout: int | None = None
@@ -33,10 +30,7 @@ class StdioFds:
         return (self.stdout, self.stderr) != (None, None)
 
     def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """If the rank's stderr is a file, append `startup_output` to this file.
-
-        Until the rank is ready, its interpreter writes to the stack pipe instead of the rank's stderr (stack_dumps.py).
-        """
+        """Until the rank is ready, its interpreter writes to the stack pipe instead of stderr (stack_dumps.py)."""
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.
             with suppress(OSError), open(self.stderr_tail.direct_file, "ab", opener=open_regular_file) as file:
@@ -44,14 +38,9 @@ class StdioFds:
 
 
 class OutputPipe:
-    """The watcher's end of the pipe of one stream, and the log file of this stream. Only the output thread uses this class.
+    """The watcher's end of the pipe of one stream, and its log file. Only the output thread uses it.
 
-    Args:
-        fd: the end of the pipe to read from.
-        file_fd: the descriptor of the log file, or None if there is no log file.
-        path: the path of the log file.
-        rank_stream: the stream in the multiplexer, or None if the stream is not shown to the caller.
-        stderr_tail: keeps the last lines of stderr. It is None for stdout.
+    `rank_stream` is None if the stream is not shown, and `stderr_tail` is None for stdout.
     """
 
     def __init__(
@@ -84,24 +73,14 @@ class OutputPipe:
 
 
 class StdioOpener:
-    """Opens stdout and stderr for ranks.
-
-    Args:
-        spec: where the output of the ranks goes.
-        host: the name of this machine, for prefixes.
-    """
+    """Opens stdout and stderr for ranks."""
 
     def __init__(self, spec: LogSpec, host: str) -> None:
         self._spec = spec
         self._host = host
 
     def open(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
-        """Open the streams of a rank that is about to be started. Raises LaunchError and OSError.
-
-        Args:
-            worker: the rank.
-            child_ends: receives the callbacks that close the child's ends in this process, once the child has them.
-        """
+        """Raises LaunchError and OSError. `child_ends` receives the callbacks that close the child's ends here."""
         stdio = StdioFds()
         with ExitStack() as own_ends:
             stdio.stdout, stdio.stderr = (self._open(stream, worker, stdio, own_ends, child_ends) for stream in STREAMS)

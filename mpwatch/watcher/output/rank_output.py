@@ -46,14 +46,9 @@ from mpwatch.watcher.output.sinks import open_sink
 class RankOutput:
     """The output of all ranks of one watcher thread.
 
-    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls
-    `use_current_streams`, `hold`, `drain_all`, `drain_ended_ranks` and `close`. If Python deletes a WorkerGroup that was not
-    closed, the watcher thread calls `close`.
-
-    Args:
-        spec: where the output goes.
-        nprocs: the number of ranks. It is None before the rendezvous of several nodes, when the number is still unknown.
-        deferred_log: receives a warning when output cannot be written.
+    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`, and the caller's thread the others; but the
+    watcher thread also calls `close`, if Python deletes a WorkerGroup that was not closed. In a job of several nodes,
+    `nprocs` is not known at first.
     """
 
     def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
@@ -70,11 +65,7 @@ class RankOutput:
         return self._output_thread is not None
 
     def use_current_streams(self) -> None:
-        """When a call begins, choose the streams to which the output of the ranks is written.
-
-        If `LogSpec.stdout` is None, the stdout of the ranks is written to the present sys.stdout. `LogSpec.stderr` and
-        sys.stderr work in the same way. In a notebook, sys.stdout shows the output in the cell that makes the call.
-        """
+        """At the begin of a call, choose the present sys.stdout and sys.stderr, which in a notebook belong to the cell."""
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
             return
@@ -86,14 +77,7 @@ class RankOutput:
         thread.post(partial(thread.start_call, multiplexer, sinks))
 
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
-        """Open stdout and stderr for a rank that is about to be started, and begin to read them.
-
-        Raises LaunchError and OSError. Raises RuntimeError if the output thread cannot be started.
-
-        Args:
-            worker: the rank.
-            child_ends: receives the callbacks that close the child's ends in this process, once the child has them.
-        """
+        """Raises LaunchError and OSError, and RuntimeError if the output thread cannot be started. See StdioOpener."""
         stdio = self._stdio_opener.open(worker, child_ends)
         if self._output_thread is not None:
             self._output_thread.post(partial(self._output_thread.add_pipes, stdio.pipes))
@@ -101,31 +85,18 @@ class RankOutput:
         return stdio
 
     def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
-        """Drain and close the streams of a rank when the rank and its process group are dead.
-
-        Args:
-            stdio: the streams of the rank.
-            startup_output: the output of the interpreter that the rank did not write to its stderr itself.
-        """
+        """See OutputThread.end_pipes."""
         stdio.append_to_stderr_file(startup_output)
         if self._output_thread is not None:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
-
-        Output is held back while a debugger's prompt is open. While output is held back, the output thread reads pipes only
-        in the jobs that `drain_all`, `end_rank` and `stop_when_drained` post. If a rank prints into a full pipe, the rank
-        waits.
-        """
+        """While a debugger's prompt is open. A rank that prints into a full pipe waits meanwhile. See OutputThread.hold."""
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """Wait until everything that the ranks have written so far has reached the log files and the caller's streams.
-
-        Return False if the wait takes longer than `timeout` seconds. If `timeout` is None, the wait has no limit.
-        """
+        """See OutputThread.drain_all."""
         thread = self._output_thread
         return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
 
@@ -139,10 +110,7 @@ class RankOutput:
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Ask the output thread to write all remaining output, and then to exit. Return at once.
-
-        Call this method only after the last rank has ended.
-        """
+        """See OutputThread.stop_when_drained."""
         if self._output_thread is not None:
             self._output_thread.stop_when_drained()
 

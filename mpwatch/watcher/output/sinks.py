@@ -30,11 +30,7 @@ class Sink(Protocol):
     """One of the caller's streams. Only the output thread uses this class."""
 
     def write(self, data: bytes) -> bool:
-        """Write all data.
-
-        If `stop_fd` becomes readable while `write` waits for a slow reader, return False. Raises any exception that the
-        stream raises.
-        """
+        """Return False if `stop_fd` becomes readable while this waits for a slow reader. Raises what the stream raises."""
 
     def flush(self) -> None:
         """Flush the stream. Raises any exception that the stream raises."""
@@ -44,14 +40,9 @@ class Sink(Protocol):
 
 
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
-    """Return a sink for a stream of the caller, or None if there is no open stream.
+    """Return a sink for sys.stdout or sys.stderr, or for what has replaced it. None: there is no open stream.
 
-    Call this function in the caller's thread. In a notebook, the contextvars of the caller's thread determine in which cell
-    the output appears.
-
-    Args:
-        stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
-        stop_fd: a descriptor that becomes readable when the sink must stop waiting for the reader.
+    Call this in the caller's thread: in a notebook, its contextvars determine in which cell the output appears.
     """
     if stream is None:
         return None
@@ -67,12 +58,10 @@ def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
 
 
 class _FileSink:
-    """Writes bytes to the file, pipe or terminal behind the caller's stream.
+    """Writes bytes to the file, pipe or terminal behind the caller's stream, to which the caller may write at any time, too.
 
-    The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
-    to be atomic, and ends at the end of a line if possible. A pipe guarantees that a write of at most PIPE_BUF bytes is
-    atomic. If the pipe is empty, one write can have up to 3/4 of the pipe's size, because this many bytes fit into an empty
-    pipe.
+    To keep lines whole, each write is atomic, and ends at the end of a line if possible. A write of PIPE_BUF bytes is
+    atomic, and one of up to 3/4 of the pipe's size is in practice, if the pipe is empty.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -118,12 +107,10 @@ class _FileSink:
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
-    """Return (file, can_block, atomic_bytes). `file` is a new file object for the file behind `fd`.
+    """Return a new file for the file behind `fd`, whether a write to it can block, and how many bytes one write may have.
 
-    `can_block` is True if a write to `file` can block. A write of at most `atomic_bytes` bytes is atomic.
-
-    The blocking mode of the caller's descriptor is not changed, because other processes may share the open file. If the
-    system has /proc, `_reopen` opens a pipe or a terminal again, in non-blocking mode. A socket cannot be reopened.
+    Other processes may share the caller's open file, so its blocking mode stays as it is. With /proc, a pipe or a terminal
+    can be opened again, in non-blocking mode. A socket cannot.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
     # exception cannot leak the descriptor.
@@ -137,10 +124,7 @@ def _reopen(fd: int) -> tuple[FileIO, bool, int]:
 
 
 class _TextSink:
-    """Writes text to any object that has a method `write`.
-
-    The method `write` runs with a copy of the contextvars of the caller's thread.
-    """
+    """Writes text to any object with a method `write`, which runs with the contextvars of the caller's thread."""
 
     def __init__(self, stream: IO[str], context: Context) -> None:
         self._stream = stream

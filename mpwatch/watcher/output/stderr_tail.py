@@ -34,10 +34,7 @@ class StderrTail:
                 self._call_offset = os.stat(self.direct_file).st_size
 
     def last_lines(self) -> str:
-        """Return the last lines of stderr as a terminal would show them.
-
-        Return "" if the rank inherited the caller's stderr.
-        """
+        """As a terminal would show them. Empty if the rank has inherited the caller's stderr."""
         tail, is_cut = self._tail, self._is_cut
         if self.direct_file:
             tail, is_cut = _read_tail(self.direct_file, self._call_offset)

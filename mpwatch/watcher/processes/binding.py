@@ -59,15 +59,10 @@ def bind_rank(
     cores: Sequence[Core],
     gpu_nodes: Sequence[int | None],
 ) -> Binding:
-    """Return the CPUs of a rank.
+    """Return the CPUs of a rank. `gpu_nodes` are the NUMA nodes of the GPUs of this machine's ranks, None if there is none.
 
-    Args:
-        bind: the option. The CPUs that a user's function returns count as the rank's alone.
-        worker: the rank.
-        cores: of `read_cores`.
-        gpu_nodes: the NUMA node of the GPU of each rank of this machine. None stands for no GPU, or for an unknown node.
-
-    Raises ValueError or TypeError if the CPUs do not exist or are too few, and whatever the user's function raises.
+    The CPUs that a user's function returns count as the rank's alone. Raises ValueError or TypeError if they do not exist or
+    are too few, and what the function raises.
     """
     if callable(bind):
         allowed = frozenset(cpu for core in cores for cpu in core.cpus)

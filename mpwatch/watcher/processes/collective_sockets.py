@@ -20,12 +20,7 @@ MAX_ANSWER = 1 << 22  # bytes; an answer of 64 collectives in a group of 1,000 r
 
 
 class CollectiveSockets:
-    """The two sockets of one rank. Before the rank has opened the sockets, `ask` returns False.
-
-    Attributes:
-        is_pending: whether the rank was asked and has not answered.
-        is_crashing: whether the rank has begun to write the stack of a crash.
-    """
+    """The two sockets of one rank, which the rank opens. It is crashing if it has begun to write the stack of a crash."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -42,16 +37,7 @@ class CollectiveSockets:
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
-        """Begin to use the request socket or the crash socket, whose descriptor the rank has sent. Raises OSError.
-
-        From now on, this object owns the descriptor `fd`, and will close `fd`.
-
-        Args:
-            selector: calls `on_readable` when an answer, or the stack of a crash, has come.
-            fd: the descriptor.
-            on_readable: calls `read_answer` or `hold_crash`.
-            is_crash_socket: whether it is the crash socket. Otherwise it is the request socket.
-        """
+        """Take over a descriptor that the rank has sent. Raises OSError."""
         self._selector = selector
         end = socket.socket(fileno=fd)
         end.setblocking(False)
@@ -64,10 +50,7 @@ class CollectiveSockets:
         selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
-        """Ask the rank for its collectives. Return False if the request socket cannot be used.
-
-        If the rank has not answered the previous request yet, send no second request.
-        """
+        """Ask the rank for its collectives, unless it has not answered yet. Return False if it cannot be asked."""
         if self._requests is None:
             return False
         if not self.is_pending:
@@ -103,9 +86,8 @@ class CollectiveSockets:
             return None
 
     def hold_crash(self) -> bool:
-        """Ask a crashing rank for its collectives. Make the rank wait until mpwatch calls `read_crash`.
-
-        Return True if the rank was not waiting before, but waits from now on. Return False otherwise.
+        """Ask a crashing rank for its collectives, and let it wait for `read_crash`. Return True if it waits only from now
+        on.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False
@@ -114,10 +96,7 @@ class CollectiveSockets:
         return True
 
     def _has_crash_data(self) -> bool:
-        """Return whether the rank has written to the crash socket.
-
-        A rank that ends without a crash closes the socket and writes nothing.
-        """
+        """A rank that ends without a crash closes the socket and writes nothing."""
         try:
             return self._crash is not None and bool(self._crash.recv(1, socket.MSG_PEEK))
         except OSError:

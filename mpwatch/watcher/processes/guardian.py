@@ -19,13 +19,7 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
 
 class Guardian:
-    """The guardian process of one ProcessPool.
-
-    Close this object when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
-
-    Attributes:
-        fds_for_ranks: the socket for orders and, if the system has pidfds, a pidfd of the calling program.
-    """
+    """Closed when all ranks are reaped. Ranks inherit `fds_for_ranks`: the socket for orders and a pidfd of the program."""
 
     def __init__(self, deferred_log: DeferredLog) -> None:
         self._deferred_log = deferred_log

@@ -62,16 +62,10 @@ POLL_SECONDS = 0.001
 
 
 class RankPopen(Popen):
-    """The child process of one rank: its pid, sentinel, signals, exit code and reaping.
+    """The process of one rank. `pid` is also the number of its process group.
 
-    Any thread of the calling program may call the methods of multiprocessing: `poll`, `wait`, `terminate`, `kill` and
-    `close`. Only the thread that executes the event loop calls `reap`, `abandon` and `read_exit_code`.
-
-    Attributes:
-        name: the name of the multiprocessing.Process.
-        pid: the pid of the rank. It is also the number of its process group.
-        sentinel: descriptor that becomes readable when the rank ends.
-        signal_error: why a signal could not be sent, if this was a surprise.
+    Any thread may call the methods of multiprocessing (`poll`, `wait`, `terminate`, `kill`, `close`), but only the watcher
+    thread `reap`, `abandon` and `read_exit_code`. `signal_error` is why a signal could unexpectedly not be sent.
     """
 
     pid: int
@@ -93,15 +87,8 @@ class RankPopen(Popen):
     ) -> Self:
         """Start a rank. Raises OSError, RuntimeError, AssertionError.
 
-        Args:
-            launch_info: the data that the rank needs first.
-            name: the name of its multiprocessing.Process.
-            description: words at the end of its command line, which `ps` shows. No code reads them.
-            env: the whole environment of the rank.
-            stdout: descriptor that becomes the rank's stdout, or None for the calling program's stdout.
-            stderr: descriptor that becomes the rank's stderr.
-            passed_fds: descriptors that the rank inherits under the same numbers.
-            cpus: the CPUs on which the rank may run, or None for the CPUs of this thread.
+        `ps` shows `description` at the end of the command line. `launch_info` is what the rank reads first. Without
+        descriptors for stdout and CPUs, the rank has those of this process.
         """
         make_popen = partial(
             cls, description=description, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds, cpus=cpus
@@ -176,10 +163,7 @@ class RankPopen(Popen):
         return data.getvalue()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code, but do not reap the rank.
-
-        Return UNKNOWN_EXIT if the system no longer has the exit code, and None while the rank runs.
-        """
+        """Return the exit code, UNKNOWN_EXIT if the system has lost it, or None while the rank runs. Does not reap."""
         if self.returncode is not None:
             return self.returncode
         try:
@@ -193,21 +177,14 @@ class RankPopen(Popen):
             return self.returncode
 
     def read_exit_code(self) -> int | None:
-        """Return the exit code of a rank whose sentinel is readable, or None if the code is unknown.
-
-        If a debugger delays the exit code for more than DEBUGGER_SECONDS, the exit code is unknown. The exit code is also
-        unknown if the calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
-        """
+        """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger has it."""
         deadline = monotonic() + DEBUGGER_SECONDS
         while (code := self.poll()) is None and monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
-        """Wait until the rank ends or the time `deadline` has come. Return whether the rank has ended.
-
-        `deadline` is a time of CLOCK_MONOTONIC.
-        """
+        """Wait until a time of CLOCK_MONOTONIC. Return whether the rank has ended."""
         try:
             return bool(wait([self.sentinel], max(0.0, deadline - monotonic())))
         except OSError:  # too little memory, or too low a limit of open files, to wait for anything
@@ -254,10 +231,7 @@ class RankPopen(Popen):
             self.signal_error = error
 
     def reap(self) -> bool:
-        """Kill the processes left in the group of a dead rank, reap the rank and close its descriptors.
-
-        If a debugger prevents mpwatch from reaping the rank, return False and leave the rank as a zombie.
-        """
+        """Kill what is left in the group of a dead rank, and reap the rank. Return False if a debugger prevents that."""
         with self._lock:
             if not self._is_reaped:
                 self._signal_group(signal.SIGKILL)
@@ -273,21 +247,14 @@ class RankPopen(Popen):
         return True
 
     def _wait_for_status(self) -> tuple[int, int]:
-        """Return the pid and the status that waitpid returns for a dead rank.
-
-        A debugger of the rank can delay the status, so wait at most DEBUGGER_SECONDS for the status. If the sentinel is a
-        pipe, the kernel closes this pipe shortly before waitpid can return the status.
-        """
+        """A debugger can delay the status. A sentinel that is a pipe becomes readable shortly before the status is there."""
         deadline = monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return ended
 
     def abandon(self) -> None:
-        """Close the descriptors of a rank that cannot be killed or reaped, and never wait for this rank again.
-
-        After its death, the rank stays a zombie until the calling program ends.
-        """
+        """Close the descriptors of a rank that cannot be killed or reaped. It will be a zombie until the program ends."""
         with self._lock:
             self._is_reaped = True
         self._release()
@@ -302,10 +269,7 @@ class RankPopen(Popen):
             forget_child(process)
 
     def close(self) -> None:
-        """Close the descriptors of a reaped rank.
-
-        The descriptors of a running rank stay open, because the watcher uses them to wait for the rank.
-        """
+        """Those of a running rank stay open, because the watcher waits for it."""
         if self._is_reaped:
             super().close()
 
@@ -327,10 +291,7 @@ class _WatchedProcess(RankProcess):
 
 
 def _fill_pipe(pipe: int, data: bytes) -> None:
-    """Write all data to the pipe before the child is started.
-
-    A write after the start of the child could block, because the child may not read the data.
-    """
+    """Before the child is started: later, a write could block, because the child may not read."""
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE
     if size < len(data) or os.write(pipe, data) < len(data):
@@ -358,10 +319,7 @@ def _resolve(entry: str) -> str:
 
 
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
-    """Return the preparation data: the dict that spawn sends to a child before the Process object.
-
-    The dict contains no entry for `__main__`, and no entry for the start method.
-    """
+    """What spawn sends to a child before the Process object, without `__main__` and the start method."""
     original_dir = get_original_dir()
     return {
         "name": process.name,

@@ -69,16 +69,7 @@ GUARDIAN_BLOCKS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM,
 
 
 class ProcessPool:
-    """A context manager for the processes of the ranks.
-
-    When the context ends, the pool kills the ranks that are still alive.
-
-    Attributes:
-        alive: a dict from each rank that was not reaped or abandoned to its Rank.
-        selector: the Selector with which the event loop waits for the ranks. It exists while the pool is open.
-        guardian: kills the ranks if the calling program is killed. It exists while the pool is open.
-        deferred_log: receives warnings about ranks that are left behind.
-    """
+    """A context manager. At its end, it kills the ranks that are still alive. `alive` has those not reaped or abandoned."""
 
     def __init__(self, deferred_log: DeferredLog, output: RankOutput, spec: GroupSpec) -> None:
         self.deferred_log = deferred_log
@@ -174,11 +165,8 @@ class ProcessPool:
         return self._slots[rank]
 
     def send_call(self, rank: Rank, number: int, payload: Payload) -> None:
-        """Send a rank its call.
-
-        The startup output is what the rank's interpreter has printed at its start. Before the first call, send the startup
-        output to the rank. The rank writes the startup output to its stderr, because this write can block and the watcher
-        must not block. Raises LaunchError.
+        """Raises LaunchError. Before the first call, the rank gets what its interpreter has printed, and writes it to its
+        stderr: this write can block, and the watcher must not.
         """
         try:
             if rank.stack_parser.startup_output:
@@ -189,10 +177,7 @@ class ProcessPool:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {rank.number}", error)) from error
 
     def interrupt_call(self, rank: Rank, number: int) -> None:
-        """Send SIGINT to the rank, to interrupt the call whose number is `number`.
-
-        SIGINT can reach the rank between two calls. The rank ignores a SIGINT that was sent for an earlier call.
-        """
+        """Send SIGINT. It names the call, so that the rank ignores it if it comes in the next one."""
         record_interrupt(self._slots_fd, self._slots[rank.number], number)
         rank.process.send_signal(signal.SIGINT)
 
@@ -257,10 +242,7 @@ class ProcessPool:
             self.abandon(rank)
 
     def wait_for_helpers(self) -> None:
-        """Wait until the killed helpers of reaped ranks are gone, and reap those that this process has adopted.
-
-        The kernel needs time to free the memory or the GPU of a helper, and a restarted rank may need that memory or GPU.
-        """
+        """Wait until the killed helpers of reaped ranks are gone. A restarted rank may need their memory or GPU."""
         while self._killed_groups:
             group, killed_at = self._killed_groups.popitem()
             deadline = killed_at + KILL_SECONDS
@@ -288,11 +270,9 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 
 @contextmanager
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread until the context ends. Use this context manager to start a process.
+    """Start a process within this block. It begins with these signals blocked, until its program has ignored them.
 
-    A scheduler such as SLURM can send a signal to the watcher and to all ranks. The ranks must ignore this signal. In the
-    new process, the signals in `numbers` are blocked too, so they cannot end the process. The program of a rank first
-    ignores these signals, and then unblocks them.
+    A scheduler such as SLURM can send a signal to the watcher and to all ranks, where it must have no effect.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -302,10 +282,7 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def _worker_fields(worker: Worker) -> dict[str, Any]:
-    """Return a dict of the Worker's fields that are sent to the rank.
-
-    The field `state` is left out, because it is empty when the rank starts.
-    """
+    """Without `state`, which is empty when the rank starts."""
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
 
 

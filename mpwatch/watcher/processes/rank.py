@@ -48,14 +48,9 @@ MAX_COPY_SIZE = 1 << 20
 class Rank:
     """Owned by the event loop. It lives from the start of the process until another process takes its place.
 
-    Attributes:
-        number: the global rank.
-        call: the call that it belongs to, or None while it is idle. A rank of a run keeps its last call.
-        is_ready: whether it has reported that it is ready.
-        observations: what the watcher has seen of it in the present call.
-        slot: number of its slot in the memory file.
-        awaits_dump: whether the machine of its call waits for StackDumped of this rank.
-        is_reaped: whether its process is gone for good, or is not waited for any longer.
+    A rank of a run keeps its last `call`; else it is None while the rank is idle. `observations` are of the present call.
+    With `awaits_dump`, the machine waits for StackDumped. Once `is_reaped`, the process is gone, or is not waited for any
+    longer.
     """
 
     def __init__(
@@ -153,11 +148,7 @@ class Rank:
         self.send_frame(encode_frame(kind), fds)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message of at most a few thousand bytes, and the descriptors in `fds`. Raises OSError.
-
-        The method never blocks. The channel's buffer is empty when a message is sent, and has room for the whole message. A
-        message to a dead rank is dropped.
-        """
+        """Send a message of at most a few thousand bytes. Never blocks, since the buffer is empty then. Raises OSError."""
         if self.channel.fileno() == -1:
             return
         # The sentinel shows that a rank is dead. If a live rank has closed its end of the channel, a timeout stops it.
@@ -203,10 +194,7 @@ class Rank:
         return True
 
     def _add_received(self, messages: list[Message], data: bytes, files: list[int], *, is_cut: bool) -> None:
-        """Add `data` to the received bytes, and append each message that is now complete to `messages`.
-
-        If `data` is empty, the rank has closed its end of the channel.
-        """
+        """No data means that the rank has closed its end."""
         self._files += files or [-1] * is_cut
         if not data:
             self._close_channel()
@@ -258,16 +246,11 @@ class Rank:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """Make faulthandler write the main thread's stack, if the rank has written nothing since the latest stack request.
+        """Make faulthandler write the main thread's stack, if the rank has not begun to answer this stack request.
 
-        Do nothing if `request` is not the number of the latest stack request.
-
-        While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. If the
-        rank has begun to write its stacks, its main thread can be in the signal handler, which is Python code. In this case,
-        the method does nothing, because faulthandler can crash a rank that runs Python code.
-
-        faulthandler writes the stack of the thread that gets the signal, so the method sends the signal to the main thread.
-        If the method sent the signal to the whole process, the kernel might give the signal to another thread.
+        While the main thread runs C code, Python runs no signal handler. If it does run Python code, as in the handler that
+        answers, faulthandler can crash it. The signal goes to the main thread, because faulthandler writes the stack of the
+        one that gets it.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -275,10 +258,8 @@ class Rank:
             self.process.send_signal_to_main_thread(NATIVE_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
-        """Return whether the signal `signum` can make the rank write its stacks.
-
-        A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
-        end of the stack pipe must not write stacks, because the descriptor's number may now belong to another file.
+        """Not a stopped rank, nor one that has replaced itself with another program. One that has closed its end of the
+        stack pipe must not: the descriptor may belong to another file now.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:

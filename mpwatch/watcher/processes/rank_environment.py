@@ -57,10 +57,10 @@ class RankSetup(NamedTuple):
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket that reserves its port for the ranks while the socket is open. Raises LaunchError.
+    """Return a socket that reserves its port for the ranks while it is open. Raises LaunchError.
 
-    The socket does not listen. The store of torch can listen on the same port, because both sockets have SO_REUSEADDR. If a
-    program binds a socket to port 0, the kernel chooses a free port, but not the reserved port.
+    It does not listen. The store of torch can listen on the same port, because both sockets have SO_REUSEADDR, and the
+    kernel gives the port to no program that binds a socket to port 0.
     """
     try:
         reserved = socket.socket()
@@ -105,19 +105,9 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
 
 
 def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
-    """Return a RankSetup for each Worker, with the whole environment of its rank and the CPUs from the option `placement`.
+    """Calls the user's functions in `env` and `placement`, and raises what they raise.
 
-    In the returned RankSetups, MASTER_ADDR and MASTER_PORT from the user's `env` replace the Worker's `master_addr` and
-    `master_port`.
-
-    Args:
-        spec: the options.
-        workers: the ranks to start. They may be only some of the ranks of this machine.
-        root: the folder that has `dev`, `proc` and `sys`.
-
-    Raises:
-        TypeError, ValueError: the user's `env` or `cpus` function returns a wrong value, or there are too few CPUs or GPUs.
-        Exception: any exception of the user's functions.
+    MASTER_ADDR and MASTER_PORT from the user's `env` replace those of the Workers.
     """
     cpus, accelerators = spec.cpus_and_gpus.cpus, find_torch_accelerators()
     needs_devices = spec.cpus_and_gpus.gpus is not None or cpus == "numa"
@@ -179,10 +169,9 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 
 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
-    """Return how many OpenMP threads a rank should use, and how many processes torch.compile should start for the rank.
+    """Return how many OpenMP threads a rank should use, and how many processes torch.compile should start for it.
 
-    If the rank is bound to CPUs, the two numbers are `core_share` and `cpu_share` of the rank's `Binding`. If the cgroup has
-    a CPU quota, each number is at most the quota divided by the number of local ranks, but never below 1.
+    They are the rank's shares of the CPUs it is bound to, but no more than its share of the cgroup's quota.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:

@@ -41,19 +41,11 @@ class Selector(Generic[T]):
         self._selector.register(fd, selectors.EVENT_READ, handler)
 
     def remove(self, fd: int) -> None:
-        """Remove a descriptor. Call this method before the descriptor is closed.
-
-        If you close the descriptor before you remove it, epoll still reports events of its file while a forked process has
-        this file open.
-        """
+        """Call this before the descriptor is closed: epoll reports events of a file while a fork has it open."""
         self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
-        """Return the handlers of the ready descriptors, in the kernel's order.
-
-        Return an empty list if no descriptor becomes ready within `seconds`. If `seconds` is None, wait at most
-        LONGEST_WAIT, which is one day.
-        """
+        """Return the handlers of the ready descriptors, in the kernel's order. None waits for LONGEST_WAIT."""
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than a poll
         if not ready:
             timeout = LONGEST_WAIT if seconds is None else min(max(0.0, seconds), LONGEST_WAIT)

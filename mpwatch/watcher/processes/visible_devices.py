@@ -47,12 +47,8 @@ class VisibleDevices(NamedTuple):
 
 
 def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: str = "/") -> VisibleDevices:
-    """Return the GPUs that a process with this environment can see.
-
-    Args:
-        env: the environment.
-        builds: what the installed torch is built for: "cuda", "hip" or "xpu". If it is empty, this machine decides.
-        root: the folder that has `dev`, `proc` and `sys`.
+    """Return the GPUs that a process with this environment can see. `builds` is what the installed torch is built for:
+    "cuda", "hip" or "xpu". If it is empty, this machine decides.
     """
     if "xpu" in builds:
         entries = [entry for entry in map(str.strip, env.get(LEVEL_ZERO, "").split(",")) if entry]
@@ -68,9 +64,8 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
 
 def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that limit a rank to one of the `devices` that were found from `env`.
-
-    Raises ValueError if there are fewer GPUs than ranks on this machine, or if their number is unknown.
+    """Return the variables that limit a rank to its device. Raises ValueError if there are too few, or nobody knows how
+    many.
     """
     ranks, count = worker.local_world_size, len(devices.entries)
     need = f"Placement(gpus='own') needs {format_count(ranks, 'GPU')}, one for each rank of this machine"

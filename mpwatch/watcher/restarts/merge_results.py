@@ -24,12 +24,10 @@ def merge_results(
     *,
     keep_going: bool = False,
 ) -> RunResult[T]:
-    """Merge the results of all restart groups into the result of the run.
+    """Merge the results of the ranks that were restarted alone.
 
-    `restartable_groups` contains the lowest rank of each failed restart group that mpwatch may restart. The root cause of
-    the run is the earliest root cause of the groups that mpwatch cannot restart. If these groups have no root cause, the
-    run has the earliest root cause of the other groups. If one of several groups has timed
-    out, the run has no root cause.
+    The root cause is the earliest one of those that mpwatch cannot restart, else the earliest one of `restartable_groups`.
+    If one of several groups has timed out, there is none.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:

@@ -62,13 +62,7 @@ NO_ATTEMPTS = RestartCounters()
 
 
 class RestartBudget:
-    """Counts the restarts of one restart group, and decides whether another restart is allowed.
-
-    Args:
-        policy: the number of restarts, and the failures after which a restart is allowed.
-        rng: returns a random number from 0 to 1, for the jitter.
-        counters: the counters of earlier attempts.
-    """
+    """Counts restarts, and decides whether another is allowed. `rng` returns a number from 0 to 1, for the jitter."""
 
     def __init__(
         self, policy: RestartPolicy, rng: Callable[[], float] = random, counters: RestartCounters = NO_ATTEMPTS
@@ -128,10 +122,7 @@ class RestartBudget:
 
 
 def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
-    """Return why the policy does not allow a restart after this failure, or an empty text if a restart is allowed.
-
-    Raises any exception that `retry_if` raises.
-    """
+    """Return why the policy does not allow a restart, or an empty text. Raises what `retry_if` raises."""
     retry_if, cause = policy.retry_if, failed_attempt.cause
     if cause is None:
         return ""

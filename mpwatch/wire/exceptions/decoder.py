@@ -41,9 +41,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
-    """Rebuild an exception from the messages of `ExceptionEncoder`. Without `details`, the result is a stand-in.
-
-    This function runs user code, and ignores the exceptions of this code, except KeyboardInterrupt.
+    """Rebuild an exception from the messages of `ExceptionEncoder`. Without `details`, the result is a stand-in. This runs
+    user code, and ignores its exceptions, except KeyboardInterrupt.
     """
     content = marshal.loads(plain)
     source_lines.add_to_linecache(content["sources"])
@@ -80,13 +79,7 @@ def _build_exception(node: ExceptionNode, data: bytes | None, members: list[Base
 
 
 def load_exception(data: bytes, message: str, members: list[BaseException]) -> BaseException:
-    """Load the pickle of one exception. Raises whatever the code of its class raises.
-
-    Args:
-        data: see `_pickle` in encoder.py.
-        message: the message of an exception group.
-        members: the members of an exception group.
-    """
+    """Load the pickle of one exception (see `_pickle` in encoder.py). Raises what the code of its class raises."""
     error = return_values.loads(data)
     if type(error) is tuple:
         cls, args, attributes = error

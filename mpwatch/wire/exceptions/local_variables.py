@@ -61,10 +61,8 @@ class BoundedRepr(Repr):
 
 
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
-    """Return for each traceback the texts of the variables: index of the frame (0 is the outermost) -> name -> text.
-
-    Leave out frames without variables, and variables of Python itself, such as `__name__`. Raises RuntimeError if no thread
-    can be started.
+    """Return for each traceback the texts of the variables: index of the frame (0 is the outermost) -> name -> text. Raises
+    RuntimeError if no thread can be started.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}

@@ -62,9 +62,8 @@ class Call:
 
 
 class Payload(Packed):
-    """A packed call, with duplicates of the descriptors in its arguments. Close it when no rank needs it any more.
-
-    The duplicates are necessary, because the caller can close the originals before the last rank has started.
+    """A packed call, with duplicates of the descriptors in its arguments: the caller can close the originals before the last
+    rank has started. Close it when no rank needs it any more.
     """
 
     def __init__(self) -> None:
@@ -106,9 +105,8 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """Imitates the Popen object of multiprocessing while a call is pickled (see os_support/cpython_private.py).
-
-    Locks, queues, connections and tensors in shared memory can be pickled only while a process is spawned.
+    """Imitates the Popen object of multiprocessing, since locks, queues, connections and tensors in shared memory can be
+    pickled only while a process is spawned (see os_support/cpython_private.py).
     """
 
     DupFd = FdPlaceholder
@@ -167,15 +165,9 @@ def _make_pickler(packed: Packed | Discarded) -> Pickler:
 
 
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
-    """In a rank: load a call, and close the call's descriptors.
+    """In a rank: load a call, and close its descriptors. Raises OSError, and what user code raises.
 
-    Raises OSError if the rank could not receive the descriptors, or cannot map the file. Loading can run user code, so
-    `unpack` can also raise any other exception.
-
-    Args:
-        body: the body of the message.
-        fds: the descriptors that came with the message, or None if the rank could not receive them.
-        choose_part: returns the index of this rank's part. Its argument is the number of parts.
+    `fds` is None if the rank could not receive the descriptors. `choose_part` returns the index of this rank's part.
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")

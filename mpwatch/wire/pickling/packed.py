@@ -32,11 +32,8 @@ TRAILER = struct.Struct("<QQ")  # size of the index, number of buffers
 
 
 class Packed:
-    """Pickles into which pickle writes. After `finish` they are in `body`, or in `file` if `body` is empty.
-
-    Args:
-        name: the name of the file in /proc.
-        limit: pickles of more bytes than this are put into a file, as all large buffers are.
+    """What pickle writes. After `finish` it is in `body`, or in `file` if `body` is empty: more than `limit` bytes go into a
+    file, as all large buffers do. `name` is its name in /proc.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -60,10 +57,7 @@ class Packed:
             write_all(self._open_file(), data)
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep the buffer if it is large. If the result is True, pickle writes the buffer's bytes into the pickle.
-
-        An array that several pickles contain is written once.
-        """
+        """Keep a large buffer, once for all pickles. If the result is True, pickle writes the bytes into the pickle."""
         raw = buffer.raw()  # raises if the buffer is not contiguous
         if raw.nbytes < MIN_BUFFER_SIZE:
             return True
@@ -137,11 +131,7 @@ def map_packed(fd: int) -> memoryview:
 
 
 class Unpacked:
-    """The content of a `Packed`. Raises ValueError if the bytes are none.
-
-    Args:
-        content: the body, or the mapped file.
-    """
+    """The content of a `Packed`: its body, or the mapped file. Raises ValueError if the bytes are none."""
 
     def __init__(self, content: bytes | memoryview) -> None:
         data = memoryview(content)

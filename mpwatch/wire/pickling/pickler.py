@@ -59,11 +59,8 @@ EMPTY_CELL = CellType()
 class Pickler(cloudpickle.Pickler):
     """A pickler of a call in the caller, or of a value or an exception in any process.
 
-    Args:
-        stream: the file that receives the pickle.
-        table: the reducers, see reducers.py.
-        keep: the function that takes large buffers. If it is None, the pickle contains them.
-        is_call: the receiver gets the values that the globals of this process have now.
+    `keep` takes large buffers; without it they are in the pickle. With `is_call`, the receiver gets the values that the
+    globals of this process have now. For `table`, see reducers.py.
     """
 
     def __init__(
@@ -146,9 +143,8 @@ class Pickler(cloudpickle.Pickler):
     def _find_globals(
         self, obj: Any, names: dict[str, Any], wanted: Iterable[str] = (), texts: Iterable[str] = (), name: str | None = None
     ) -> list[tuple[Any, dict[str, Any]]]:
-        """Return what the receiver puts into namespaces: the globals that a definition uses, and the definition itself.
-
-        `texts` are those of annotations, in which names of types are globals, too. For `Outer.Inner` it puts `Outer`.
+        """Return what the receiver puts into namespaces: the globals that a definition uses (also in the `texts` of
+        annotations), and the definition itself, or `Outer` for `Outer.Inner`.
         """
         puts = []
         namespace = self._get_namespace(names)

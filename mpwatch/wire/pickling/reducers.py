@@ -29,13 +29,8 @@ _tables: dict[bool, tuple[Any, Reducers]] = {}  # for calls and for values: what
 
 
 def pack_by_value(value: object, keep: Callable[[PickleBuffer], bool | None] | None = None) -> bytes:
-    """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
-
-    If program A sends a class to program B, and B sends the class back, A gets its original class object, not a copy.
-
-    Args:
-        value: the value to pickle.
-        keep: the function that takes the buffers of large arrays. If it is None, the pickle contains them.
+    """Pickle a value for another program that uses mpwatch. If it sends back a class of `__main__`, this program gets its
+    own.
     """
     stream = io.BytesIO()
     Pickler(stream, get_table(), keep).dump(value)

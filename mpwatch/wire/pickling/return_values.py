@@ -53,9 +53,8 @@ def find_refused(value: Any) -> Any:
 
 
 def open_value(content: bytes | memoryview) -> tuple[str, Unpacked]:
-    """In the caller: return the name of the value's type, and an object whose `load()` rebuilds the value.
-
-    `load` can run user code, for example a method `__setstate__`, so it can raise any exception.
+    """In the caller: return the name of the value's type, and an object whose `load()` rebuilds the value, which can run
+    user code.
     """
     unpacked = Unpacked(content)
     return unpacked.load(0), unpacked
