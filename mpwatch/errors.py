@@ -114,7 +114,6 @@ class RunTimeoutError(RunFailedError, TimeoutError):
 
 
 def make_error(result: RunResult[Any]) -> RunFailedError:
-    """Return the error for a run that did not succeed."""
     timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
     return (RunTimeoutError if timed_out else RunFailedError)(result)
 

@@ -261,7 +261,6 @@ class WorkerGroup:
         return f"<WorkerGroup {self.state.name}: {format_count(len(self.workers), 'rank')}>"
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows for the group."""
         from mpwatch.results.html import make_group_table  # imported on use
 
         return make_group_table(self.state, self.workers, self._spec.torch_backend.name)
@@ -386,8 +385,6 @@ class _GroupCall:
 
 
 class _LockOfThread(threading.local):
-    """One lock for each thread."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
 

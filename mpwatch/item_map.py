@@ -76,8 +76,6 @@ NO_OPTIONS = {  # of WorkerGroup
 
 
 class SharedOptions(OutputOptions, total=False):
-    """The options of `map` that it shares with WorkerGroup."""
-
     env: Env | None
     heartbeat_timeout: float | None
     grace_period: float
@@ -87,8 +85,6 @@ class SharedOptions(OutputOptions, total=False):
 
 
 class MapOptions(SharedOptions, total=False):
-    """The options of `map`, for type checkers."""
-
     chunksize: int | None
     buffersize: int | None
     max_restarts: int | RestartPolicy
@@ -325,7 +321,6 @@ class ItemMap:
         self._end_signals: EndSignals
 
     def run_in_order(self) -> Generator[Any, None, None]:
-        """Yield the value or ItemFailure of each item, in the order of the items."""
         waiting: dict[int, Any] = {}
         with closing(self.run()) as outcomes:
             for index, outcome in outcomes:
@@ -398,7 +393,6 @@ class ItemMap:
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
     def _note_end(self, feed: _Feed, handle: Any) -> None:
-        """Record that a rank's call of `serve_items` has ended. Any thread may call this method."""
         self._ended.append((feed, handle))
         self._wakeup.wake()
 
@@ -465,7 +459,6 @@ class ItemMap:
             self._view.close(self._done_count, self._failed_count)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
-        """Read all messages that a rank has sent."""
         outcomes = []
         while feed.channel is not None:
             try:

@@ -118,14 +118,12 @@ def _to_text(argument: object) -> str:
 
 
 def _load_file(path: str) -> tuple[CodeType, dict[str, Any]]:
-    """Return the code of a script, and the attributes that Python gives to its module."""
     loader = SourceFileLoader("__main__", path)
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)  # source_to_code would add frames of importlib
     return code, {"__file__": path, "__loader__": loader, "__package__": None, "__spec__": None}
 
 
 def _load_module(name: str) -> tuple[CodeType, dict[str, Any]]:
-    """Return the code of a module, and the attributes that `python -m` gives to it."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")

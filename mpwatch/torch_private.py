@@ -73,7 +73,6 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 
 
 def has_flight_recorder() -> bool:
-    """Return whether the installed torch can record collectives."""
     bindings = import_module("torch._C._distributed_c10d")
     return any(hasattr(bindings, name) for name in FLIGHT_RECORDERS)
 

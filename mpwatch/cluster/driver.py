@@ -59,8 +59,6 @@ ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 
 @dataclass
 class _Node:
-    """What the driver knows about a node."""
-
     number: int
     hostname: str = ""
     connection: SignedConnection | None = None
@@ -202,7 +200,6 @@ class Driver:
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
-        """Wait until the cluster has room for the minimum number of nodes. Raises LaunchError."""
         while what := self._describe_wait():
             now = monotonic()
             if now >= wait.deadline:
@@ -215,7 +212,6 @@ class Driver:
         return "" if describe is None else str(describe())
 
     def _describe_queue(self) -> str:
-        """Return a text that says what the job waits for after the driver has started the nodes."""
         new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
@@ -224,7 +220,6 @@ class Driver:
             log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
-        """Wait for the next message or deadline, and handle it."""
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
         seconds = min(due_at - monotonic(), self._view.seconds_to_next_update(), period)
@@ -393,7 +388,6 @@ class Driver:
         return True
 
     def _has_outcome(self) -> bool:
-        """Return whether the driver has received the outcome of at least one node."""
         return any(node.outcome is not None and not node.is_lost for node in self._nodes.values())
 
     def _count_running(self) -> int:
@@ -415,7 +409,6 @@ class Driver:
             self._stop_node(node)
 
     def _give_up(self) -> None:
-        """Stop waiting for the nodes. Count each node without an outcome as lost."""
         self._is_given_up = True
         for node in self._nodes.values():
             if node.outcome is None and not node.is_lost:
@@ -433,7 +426,6 @@ class Driver:
             node.is_lost = True
 
     def _make_result(self) -> mpwatch.RunResult[Any] | None:
-        """Return the result of the job. After Ctrl-C, return None if no node has returned a result."""
         results, errors, late_errors = [], [], []
         for node in self._nodes.values():
             if isinstance(node.outcome, mpwatch.RunResult):

@@ -43,5 +43,4 @@ class QueueWait:
         return f"{what}. The job has waited for {waited:.0f} s, and waits {limit} (queue_timeout)"
 
     def make_error(self, what: str) -> mpwatch.LaunchError:
-        """Return the LaunchError to raise when the job has waited for `queue_timeout` seconds."""
         return mpwatch.LaunchError(f"{what}. The job has waited for {self._timeout:g} s (queue_timeout)")

@@ -15,7 +15,6 @@ OTHERS_HAVE_ENDED = "the ranks of the other nodes had ended"
 
 
 def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResult[Any]:
-    """Merge the results of all nodes into the result of the job."""
     results = [result for result in results if result.workers] or results  # a node may have come too late for the job
     failures: dict[int, mpwatch.ProcessFailure] = {}
     for result in results:

@@ -166,7 +166,6 @@ def run(
 
 
 def _pack_call(spec: mpwatch.WorkerSpec[Any], options: NodeOptions) -> bytes:
-    """Pickle the function and the options. Raises LaunchError if the function or an option cannot be pickled."""
     try:
         return pack_by_value((spec.fn, options))
     except Exception as error:

@@ -34,11 +34,9 @@ class SignedConnection:
         self._sent = self._received = 0
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self.connection.fileno()
 
     def send(self, content: object) -> None:
-        """Pickle and send it."""
         data = pickle.dumps(content)
         self.connection.send_bytes(_sign(self._send_key, self._sent, data) + data)
         self._sent += 1
@@ -53,7 +51,6 @@ class SignedConnection:
         return pickle.loads(data)
 
     def close(self) -> None:
-        """Close the connection."""
         self.connection.close()
 
 
@@ -68,6 +65,5 @@ def limit_waits(connection: Connection | SignedConnection, seconds: int) -> None
 
 
 def shut_down(connection: Connection | SignedConnection) -> None:
-    """Shut down a connection, and wake the thread that waits for data on it."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)

@@ -27,24 +27,19 @@ class JobView:
         self._guard(lambda: self._open(progress))
 
     def put(self, node: int, statuses: Sequence[RankStatus]) -> None:
-        """Store the present statuses of the ranks of a node."""
         self._statuses[node] = [replace(status, node=node) for status in statuses]
 
     def drop(self, node: int) -> None:
-        """Remove the ranks of a lost node from the view."""
         self._statuses.pop(node, None)
 
     def seconds_to_next_update(self) -> float:
-        """Return the number of seconds until `update` must be called again."""
         return math.inf if self._view is None else max(0.0, self._due_at - monotonic())
 
     def update(self) -> None:
-        """Draw the view if its next update is due."""
         if self._view is not None and monotonic() >= self._due_at:
             self._guard(self._show)
 
     def close(self) -> None:
-        """Draw the view for the last time, and close it."""
         view, self._view = self._view, None
         if view is not None:
             self._guard(lambda: view.close(self._sort()))

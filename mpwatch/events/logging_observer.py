@@ -10,8 +10,6 @@ ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish
 
 
 class LogEvents:
-    """Logs each event as the line `str(event)`, at the level of its class."""
-
     def wants(self, kind: type[Event]) -> bool:
         return kind.log_level > 0 and log.isEnabledFor(kind.log_level)
 

@@ -168,8 +168,6 @@ class Lane:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """The timeline of a run, or of all calls of a WorkerGroup. A span without a known end is drawn until `until`."""
-
     run_id: str
     until: float
     started: RunStarted | None = None

@@ -120,20 +120,17 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 
 
 def _check_only(name: str, value: object, allowed: object, advice: str) -> None:
-    """Raise ValueError if the value differs from `allowed`, which is the only supported value."""
     if value != allowed:
         raise ValueError(f"{name}={value!r}: {advice}")
 
 
 def _parse_precision(mixed_precision: object) -> str | None:
-    """Return the value for the variable ACCELERATE_MIXED_PRECISION, or None if the variable should not be set."""
     if not isinstance(mixed_precision, str) or mixed_precision.lower() not in PRECISIONS:
         raise ValueError(f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, not {mixed_precision!r}")
     return None if mixed_precision.lower() == "no" else mixed_precision.lower()
 
 
 def _parse_port(use_port: object) -> str | None:
-    """Return the value for the variable MASTER_PORT, or None if mpwatch should reserve a free port."""
     if use_port is None:
         return None
     if not (str(use_port).isdecimal() and 0 < int(str(use_port)) <= MAX_PORT):

@@ -140,7 +140,6 @@ class DaskEngine:
         )
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a Dask task, on a worker that no other node uses."""
         if self._client.status == "running":
             call_pickle = cloudpickle.dumps(call)
             self._futures[number] = asyncio.run_coroutine_threadsafe(self._execute(call_pickle, number), self._loop)
@@ -150,7 +149,6 @@ class DaskEngine:
         return self._futures[number]
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether the node with this number is waiting for a free worker."""
         return number in self._waiting
 
     def cancel(self, number: int) -> None:
@@ -187,7 +185,6 @@ class DaskEngine:
             self._tasks.discard(task)
 
     async def _find_worker(self, number: int) -> str:
-        """Wait for a worker that no other node uses."""
         while True:
             workers = await self._list_workers()
             used = {self._find_place(worker, workers) for worker in self._used.values()}
@@ -229,7 +226,6 @@ class DaskEngine:
             dask_future.release()
 
     async def _list_workers(self) -> list[str]:
-        """Return the addresses of the workers that may be nodes."""
         async with self._lock:
             if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
                 self._listed = sorted(await self._client.nthreads())
@@ -279,7 +275,6 @@ class DaskEngine:
             answer.cancel()
 
     def _count_places(self) -> int:
-        """Return how many nodes can run on the present workers. Raises LaunchError."""
         try:
             return len(self._ask(self._list_places, SYNC_SECONDS))
         except OSError as error:

@@ -114,7 +114,6 @@ class RayEngine:
         return f"the Ray cluster has no room for {nodes}; see `ray status`"
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute `call()` in a Ray task, on a Ray node that runs no other task of the job."""
         assert self._group is not None, "call describe_wait() first"
         free = set(range(self._least)) - {slot for other, slot in self._slots.items() if not self._has_ended(other)}
         if free:
@@ -176,7 +175,6 @@ class RayEngine:
         return bool(ended)
 
     def find_used_nodes(self) -> set[str]:
-        """Return the ids of the Ray nodes on which the job has reserved resources."""
         groups = [self._group, *(node.group for node in self._further_nodes if not node.future.done())]
         tables = [placement_group_table(group) for group in groups if group is not None]
         return {node for table in tables for node in table.get("bundles_to_node_id", {}).values() if node}

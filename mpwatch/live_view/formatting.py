@@ -31,13 +31,11 @@ def is_summarized(snapshot: Snapshot) -> bool:
 
 
 def format_overall(snapshot: Snapshot) -> str:
-    """Return one line with the overall step, the rate, the time left, metrics, and the number of ranks in each state."""
     parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot))
     return "; ".join(filter(None, parts))
 
 
 def format_row(row: RankRow) -> tuple[str, ...]:
-    """Return the cells of one rank's row, in the order of COLUMN_TITLES."""
     state = STATE_TEXTS.get(row.state, row.state.name)
     return (
         str(row.rank),
@@ -52,7 +50,6 @@ def format_row(row: RankRow) -> tuple[str, ...]:
 
 
 def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Return the rows of a summary of the ranks, as pairs of a name and a text."""
     rows = [("ranks", _format_counts(snapshot))]
     if steps := sorted(row.step for row in snapshot.rows if row.step is not None):
         rows.append(("steps", f"minimum {steps[0]}, median {steps[len(steps) // 2]}, maximum {steps[-1]}"))
@@ -103,7 +100,6 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 def _clean_name(name: str) -> str:
-    """Shorten the name of a metric, and replace the characters that a terminal would execute."""
     printable = "".join(c if c.isprintable() else "?" for c in encodable(name))
     return printable if len(printable) <= MAX_NAME_CHARS else printable[: MAX_NAME_CHARS - 1] + "…"
 
@@ -132,7 +128,6 @@ def _format_bytes(count: int) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
-    """Return a text such as "3.1 s", "59 s", "1 min 47 s" or "1 d 1 h"."""
     if seconds < 60:  # noqa: PLR2004
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004
     whole, parts = round(seconds), list[str]()

@@ -54,7 +54,6 @@ class LiveView:
         self.period = FIRST_PERIOD if starts_at_once else WAITING_PERIOD
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the present statuses of the ranks, which are sorted by rank."""
         self._snapshot = self._snapshot_builder.update(statuses)
         if self._starts_at_once or _has_reports(statuses):
             self._choose_once()
@@ -71,7 +70,6 @@ class LiveView:
             self._display.pause()
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the final statuses of the ranks, if they are known, and close the display."""
         if statuses:
             self._snapshot = self._snapshot_builder.update(statuses)
             if self._starts_at_once and _has_reports(statuses):

@@ -42,8 +42,6 @@ class StepProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow(StepProgress):
-    """One rank at one moment."""
-
     rank: int
     state: WorkerState
     restart_count: int = 0
@@ -64,8 +62,6 @@ class RankRow(StepProgress):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All data that a display shows at one moment."""
-
     overall: StepProgress
     """Of the slowest running rank, as the others wait for it; if no rank runs, of the slowest of all. Metrics are means."""
     rows: Sequence[RankRow]
@@ -101,8 +97,6 @@ class SnapshotBuilder:
 
 
 class _RankHistory:
-    """What is kept about one process of a rank."""
-
     def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
         self.pid = pid
         self.has_steps = must_report_step  # whether this process or an earlier process of the rank has reported a step

@@ -28,8 +28,6 @@ METRICS = COLUMN_TITLES.index("metrics")
 
 
 class RichRenderer:
-    """Renders snapshots for a terminal that uses the text encoding `encoding`."""
-
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
 

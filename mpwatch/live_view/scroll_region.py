@@ -24,8 +24,6 @@ RECOVER = END_SEQUENCE + RESTORE_CURSOR
 
 
 class ScrollRegion:
-    """The reserved rows of one terminal."""
-
     def __init__(self) -> None:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 

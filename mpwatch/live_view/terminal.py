@@ -29,7 +29,6 @@ class Renderer(Protocol):
 
 
 def is_terminal_free() -> bool:
-    """Return whether this process shows no view in the terminal yet."""
     latest = _latest()
     return latest is None or latest.is_closed
 

@@ -27,7 +27,6 @@ def is_foreground(fd: int) -> bool:
 
 
 def is_writable(fd: int, timeout: float) -> bool:
-    """Return whether the terminal or pipe becomes ready for a write within `timeout` seconds."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(timeout * 1000))

@@ -38,7 +38,6 @@ class Deadline:
         return max(0.0, min(at_most, self.at - monotonic()))
 
     def wait_before_retry(self) -> bool:
-        """Wait a moment. Return False if the deadline has passed. Raises CancelledError."""
         self.cancelled.wait(self.seconds_left(RETRY_SECONDS))
         return self.seconds_left(RETRY_SECONDS) > 0
 
@@ -61,7 +60,6 @@ class Endpoint:
 
 
 def resolve(endpoint: Endpoint, deadline: Deadline) -> list[SocketAddress]:
-    """Return the addresses of the endpoint. Raises socket.gaierror and CancelledError."""
     try:
         return _get_addresses(endpoint, socket.AI_NUMERICHOST)
     except socket.gaierror:

@@ -246,12 +246,10 @@ class Coordinator:
             member.tell_at += seconds
 
     def _list_waiting(self) -> list[_Member]:
-        """Return the nodes that are not in the attempt."""
         is_joining = self.stage is JobStage.JOINING
         return [member for member in self._members.values() if is_joining or member.node is None]
 
     def _count_newcomers(self) -> int:
-        """Return how many nodes wait to join for which there is room."""
         if self._stop_cause:
             return 0
         newcomers = sum(member.node is None for member in self._members.values())
@@ -413,7 +411,6 @@ class Coordinator:
         return self._broadcast(StopAttempt(self._attempt, reason))
 
     def handle_deadline(self, now: float) -> list[CoordinatorAction]:
-        """Do what is due."""
         actions: list[CoordinatorAction] = []
         if now >= self._deadline:
             self._deadline = math.inf

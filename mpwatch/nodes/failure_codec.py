@@ -155,7 +155,6 @@ def _encode_without_texts(value: Any) -> Any:
 
 
 def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Return a copy of `value` with new texts, which come from the iterator `texts`."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value

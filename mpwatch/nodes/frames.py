@@ -168,7 +168,6 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the kernel takes."""
         try:
             while self.has_unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
@@ -178,7 +177,6 @@ class Connection:
             self.end = self.end or str(error.strerror)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come. Raises InvalidMessageError."""
         data = bytearray()
         try:
             for _ in range(READS):

@@ -46,8 +46,6 @@ MAX_LOST_NODES = 1000  # lost nodes that are listed in a decision
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSummary:
-    """The facts that the coordinator knows about an attempt that is over."""
-
     attempt: int
     history: RestartHistory
     """The history before this attempt."""
@@ -76,7 +74,6 @@ class AttemptSummary:
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
-    """Decide what the nodes do after the attempt, and name the rank that failed first."""
     decision = _decide(_find_cause_on_other_node(summary, policy), policy, rng)
     if summary.stop_cause and decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
         decision = replace(
@@ -91,12 +88,10 @@ def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callab
 
 
 def describe_stop(cause: str) -> str:
-    """Return the text "a stop was requested", with the cause in brackets."""
     return f"a stop was requested ({cause})"
 
 
 def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
-    """Return a text that names a node by its group rank, and also by its hostname if the hostname is known."""
     info = node_infos.get(node)
     return f"node {node}" if info is None else f"node {node} ({info.hostname})"
 
@@ -180,7 +175,6 @@ def _restart_or_fail(
     root_cause_rank: int,
     reason: str,
 ) -> AttemptDecision:
-    """Return the decision to restart the job, or the decision FAILED if the policy allows no restart. Count the restart."""
     history = summary.history
     counters = RestartCounters(
         restarts_used=history.restarts_used,
@@ -265,7 +259,6 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
 
 
 def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
-    """Return a summary that blames the ranks in `verdict.blamed` for all failures."""
     reports = {}
     for node, report in sorted(summary.reports.items()):
         failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
@@ -301,7 +294,6 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return a copy of the report in which the failures of the missing ranks come first."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -345,7 +337,6 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Return the nodes that have reported, sorted so that the node with the most likely root cause comes first."""
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(
         summary.reports,

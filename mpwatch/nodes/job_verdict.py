@@ -47,7 +47,6 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return a copy that has the last MAX_LATEST collectives, and all collectives in which the rank still waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -57,8 +56,6 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
 
 @dataclass(frozen=True)
 class NodeCollectives:
-    """The collectives that the ranks of a node have called."""
-
     answers: Mapping[int, RankCollectives]
     """The collectives of each rank, by global rank."""
     returned: frozenset[int]
@@ -77,18 +74,15 @@ def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
 
 
 def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdict]:
-    """Return verdicts on the ranks that have called wrong collectives, with the most certain verdict first."""
     job = _merge(nodes)
     return find_verdicts(job.answers, job.returned)
 
 
 def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
-    """Compare the collectives in the nodes' reports, and return the most certain verdict, or None."""
     return next(iter(find_job_verdicts(read_records(report.collectives) for report in reports)), None)
 
 
 def format_job_stall(nodes: Iterable[NodeCollectives], verdict: CollectiveVerdict) -> str:
-    """Return the text of a warning that says how long ranks have waited in a collective."""
     return format_stall_warning(verdict, _merge(nodes).answers, verdict.seconds)
 
 

@@ -56,23 +56,19 @@ class LocalRanks:
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
-        """Send the update to the caller's thread."""
         if isinstance(update, PrepareRanks):
             self._setups, self._wanted_start = None, update.start
         self._updates.append(update)
         self._watcher.outbox.wake()
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates that the caller's thread has not received yet."""
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Store the setups with which the ranks are started. If `start` is not the latest StartAttempt, do nothing."""
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
-        """Start the ranks with the setups that `set_rank_setups` has stored."""
         assert self._setups is not None
         setups, self._setups = self._setups, None
         self.has_started = True
@@ -94,7 +90,6 @@ class LocalRanks:
         self._watcher.post(self._watcher.loop.request_stop, StopRequested(action.cause, is_from_job=True))
 
     def agree_on_step(self, action: AgreeOnStep) -> None:
-        """Make the ranks stop at the step that all nodes have agreed on."""
         self._watcher.post(self._watcher.loop.agree_on_step, action.after_step, action.cause)
 
     def renew_lease(self, since: float) -> None:
@@ -107,7 +102,6 @@ class LocalRanks:
         self._watcher.post(self._watcher.loop.renew_lease, NO_LEASE)
 
     def reserve_port(self) -> int:
-        """Reserve a port of this node for MASTER_PORT until `reserve_port` is called again. Raises LaunchError."""
         # The new port is reserved before the old port is released, so the two differ.
         earlier, self._port_socket = self._port_socket, reserve_port()
         if earlier is not None:

@@ -26,8 +26,6 @@ class NodeOutcome(Enum):
 
 
 class NextStep(Enum):
-    """What all nodes do after an attempt has ended."""
-
     DONE = "DONE"
     RESTART = "RESTART"  # the same nodes start another attempt
     RE_RENDEZVOUS = "RE_RENDEZVOUS"  # the nodes form another round, because nodes were lost or have come
@@ -97,8 +95,6 @@ class AttemptFailing:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The latest collectives that one rank has called."""
-
     rank: int
     has_returned: bool
     collectives: str
@@ -313,12 +309,10 @@ MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_
 
 
 def encode_message(message: Message) -> dict[str, Any]:
-    """Encode a message as JSON data, with the name of its class."""
     return {"kind": type(message).__name__, **to_json(message)}
 
 
 def decode_message(body: Mapping[str, Any]) -> Message:
-    """Decode a message. Raises InvalidMessageError."""
     name = body.get("kind")
     kind = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:

@@ -148,7 +148,6 @@ class NodeMachine:
     # ---- the coordinator
 
     def handle(self, message: MessageToNode) -> list[NodeAction]:
-        """Handle a message of the coordinator."""
         if self.stage is NodeStage.FINISHED:
             return []
         if isinstance(message, Dismissed):

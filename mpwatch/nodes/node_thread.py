@@ -135,8 +135,6 @@ class NodeThread:
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """The ranks of this attempt can be started."""
-
         def set_them() -> list[NodeAction]:
             self._local_ranks.set_rank_setups(start, setups)
             return []
@@ -144,7 +142,6 @@ class NodeThread:
         self._post(set_them)
 
     def report_attempt(self, report: AttemptReport) -> None:
-        """All ranks of this node have exited."""
         self._post(lambda: self._machine.report_attempt(report))
 
     def acknowledge_shutdown(self) -> None:

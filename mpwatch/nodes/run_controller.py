@@ -94,7 +94,6 @@ class MultiNodeRunController(RunController[T]):
 
     @property
     def is_job_decided(self) -> bool:
-        """Whether this node knows the decision that ends the job."""
         return self._job_decision is not None
 
     def follow_job(self, caller: Caller, payload: Payload) -> None:
@@ -121,7 +120,6 @@ class MultiNodeRunController(RunController[T]):
         return self.is_job_decided or is_interrupted or self._watcher.loop.interrupted is not None
 
     def _serve(self) -> None:
-        """Report to the coordinator the attempt that has ended on this node, and do what the coordinator decides."""
         try:
             call = self._latest_call
             # After an interrupt nothing is reported: the coordinator knows of it, and this node leaves the job.
@@ -138,7 +136,6 @@ class MultiNodeRunController(RunController[T]):
             raise
 
     def build_result(self) -> RunResult[T]:
-        """Return the result of the job with all facts that this node knows."""
         for evidence in self.list_evidence():
             if evidence.attempt not in {attempt.number for attempt in self._attempts}:
                 self._record_attempt(evidence)  # it was interrupted, so it was not reported
@@ -228,7 +225,6 @@ class MultiNodeRunController(RunController[T]):
         return attempt > 0 and latest is not None and latest.is_restart_counted
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
-        """Diagnose the attempt on this node, and make the AttemptReport for the coordinator."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
         ranks = observations.ranks
@@ -278,7 +274,6 @@ class MultiNodeRunController(RunController[T]):
         return decision
 
     def _record_decision(self, decision: AttemptDecision) -> None:
-        """Copy the failures and the reason from the decision to the attempt's result, and publish the attempt's events."""
         self._job_failures = self._collect_job_failures(decision)
         if not self._attempts or self._attempts[-1].number != decision.attempt:
             return

@@ -97,12 +97,10 @@ class Server:
         self._wakeup.wake()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the job. Return whether it has come."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread and all connections."""
         self._is_closing = True
         self._wakeup.wake()
         if self._thread.native_id is not None:

@@ -24,8 +24,6 @@ Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
 class StreamRoute(Enum):
-    """Where the stdout or the stderr of a rank goes."""
-
     INHERIT = auto()  # to where the caller's own descriptor leads
     PIPE = auto()  # to the watcher, which forwards the output or keeps its last lines
     FILE = auto()  # straight into a file
@@ -173,12 +171,10 @@ def in_notebook() -> bool:
 
 
 def default_logs() -> LogSpec:
-    """Return the LogSpec for `logs=None`."""
     return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 
 def format_prefix(template: str, worker: Worker, host: str) -> str:
-    """Return the prefix for a line that this rank writes now."""
     facts = {"rank": worker.rank, "local_rank": worker.local_rank, "node": worker.group_rank, "role": worker.role}
     return _fill_in(template, **facts, host=host)
 
@@ -188,8 +184,6 @@ def _fill_in(template: str, **who: object) -> str:
 
 
 class _Now:
-    """The present time of day, for the field {time} of a prefix."""
-
     def __format__(self, form: str) -> str:
         return time.strftime(form or "%H:%M:%S")
 

@@ -11,18 +11,15 @@ __all__ = ["PerRank", "check_per_rank", "find_per_rank", "format_argument"]
 
 
 def find_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[int | str, PerRank[Any]]:
-    """Return the PerRank arguments of a call, as a dict with their positions or names as keys."""
     found: dict[int | str, PerRank[Any]] = {i: value for i, value in enumerate(args) if isinstance(value, PerRank)}
     return found | {name: value for name, value in kwargs.items() if isinstance(value, PerRank)}
 
 
 def format_argument(key: int | str) -> str:
-    """Return the name of an argument for a message: `args[0]` or `kwargs['x']`."""
     return f"args[{key}]" if isinstance(key, int) else f"kwargs[{key!r}]"
 
 
 def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
-    """Return the ranks of a call in ascending order. None means all ranks. Raises TypeError or ValueError."""
     if ranks is None:
         return tuple(range(nprocs))
     found = set()

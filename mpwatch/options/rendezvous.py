@@ -116,7 +116,6 @@ def _check_port(endpoint: str) -> None:
 
 
 def as_node_range(name: str, nodes: object) -> tuple[int, int]:
-    """Return the smallest and the largest number of nodes."""
     if isinstance(nodes, tuple | list):
         if len(nodes) != 2:  # noqa: PLR2004
             raise ValueError(f"{name} must be a number or (min, max), not {nodes!r}")

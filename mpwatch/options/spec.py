@@ -48,8 +48,6 @@ START_TIMEOUT_VARIABLE = "MPWATCH_START_TIMEOUT"
 
 # What type checkers know about `**options`. The docstring of `mpwatch.run` explains the options.
 class RankOptions(TypedDict, total=False):
-    """The options of the ranks."""
-
     backend: str | Backend | None
     env: Env | None
     timeout: float | None
@@ -61,8 +59,6 @@ class RankOptions(TypedDict, total=False):
 
 
 class OutputOptions(TypedDict, total=False):
-    """The options that say what the caller sees."""
-
     logs: LogSpec | None
     progress: bool | None
     on_event: Observers | None
@@ -74,8 +70,6 @@ class GroupOptions(RankOptions, OutputOptions, total=False):
 
 
 class NodeOptions(RankOptions, total=False):
-    """The options of a function on one node."""
-
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
     max_restarts: int | RestartPolicy
@@ -83,8 +77,6 @@ class NodeOptions(RankOptions, total=False):
 
 
 class CallOptions(NodeOptions, OutputOptions, total=False):
-    """The options of `run` except `check`."""
-
     rendezvous: Rendezvous | None
 
 
@@ -96,8 +88,6 @@ class RunOptions(CallOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """The options that do not depend on the function, such as the number of ranks, the limits and the observers."""
-
     nprocs: Nprocs
     backend: str | Backend | None = None
     env: Env | None = field(default=None, repr=False)  # secrets
@@ -139,19 +129,16 @@ class GroupSpec:
 
     @property
     def torch_backend(self) -> Backend:
-        """The option `backend` as a Backend."""
         assert isinstance(self.backend, Backend)  # see __post_init__
         return self.backend
 
     @property
     def stop_policy(self) -> StopPolicy:
-        """The option `stop` as a StopPolicy."""
         assert isinstance(self.stop, StopPolicy)
         return self.stop
 
     @property
     def cpus_and_gpus(self) -> Placement:
-        """The option `placement` as a Placement."""
         assert isinstance(self.placement, Placement)
         return self.placement
 
@@ -162,7 +149,6 @@ class GroupSpec:
 
     @property
     def keeps_going(self) -> bool:
-        """Whether a failed rank does not stop the others."""
         return False
 
     @property
@@ -172,31 +158,25 @@ class GroupSpec:
 
     @property
     def role(self) -> str:
-        """The role of the ranks in a job of several nodes."""
         return "default"
 
     @property
     def fn_name(self) -> str:
-        """The name of the function, for messages, or an empty text for a WorkerGroup."""
         return ""
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether the ranks are part of a job of several nodes."""
         return False
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """The functions that mpwatch calls with each event except Progressed."""
         return _as_observers("on_event", self.on_event)
 
     @property
     def progress_observers(self) -> tuple[ProgressObserver, ...]:
-        """The functions that mpwatch calls with each event Progressed."""
         return _as_observers("on_progress", self.on_progress)
 
     def extra_env_of(self, worker: Worker) -> dict[str, str]:
-        """Return the extra environment variables of this rank. Raises TypeError or ValueError for invalid variables."""
         extra = self.env(worker) if callable(self.env) else self.env
         if callable(self.env):
             check_env_mapping("what env() returned", extra)
@@ -205,8 +185,6 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentGroupSpec(GroupSpec):
-    """All options of a WorkerGroup."""
-
     preload: Sequence[str] = ()
     scope: Literal["group", "worker"] = "group"
 
@@ -310,7 +288,6 @@ def _as_class(cls: type[C], value: object) -> C:
 
 
 def as_restart_policy(max_restarts: Any) -> RestartPolicy:
-    """Return the RestartPolicy that an option `max_restarts` means."""
     return max_restarts if isinstance(max_restarts, RestartPolicy) else RestartPolicy(max_restarts)
 
 

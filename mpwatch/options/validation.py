@@ -31,18 +31,15 @@ RESERVED_SIGNALS: Mapping[int, str] = {
 
 
 def is_port(text: str) -> bool:
-    """Return whether a text is the number of a TCP port."""
     return text.isdecimal() and 0 < int(text) <= MAX_PORT
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check that a value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def check_word(name: str, value: object, words: Collection[str]) -> None:
-    """Check that a value is None or one of these words."""
     if value is not None and value not in words:
         error = ValueError if isinstance(value, str) else TypeError
         raise error(f"{name} must be {', '.join(map(repr, words))} or None, not {value!r:.200}")
@@ -90,7 +87,6 @@ def _float(number: Real) -> float:
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Check that a value is a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number from 0 to 1, not {value!r}")
     if not 0 <= _float(value) <= 1:
@@ -106,7 +102,6 @@ def as_int(value: object) -> int | None:
 
 
 def check_count(name: str, value: object, at_least: int) -> int:
-    """Check that a value is an integer of at least `at_least`, and return it as an int."""
     count = as_int(value)
     if count is None:
         raise TypeError(f"{name} must be an int, not {value!r}")
@@ -116,7 +111,6 @@ def check_count(name: str, value: object, at_least: int) -> int:
 
 
 def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[int]:
-    """Check that `cpus` is an iterable of allowed CPU numbers, and return the CPU numbers as a set."""
     available = f"; this process may use {format_cpus(allowed)}"
     if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
         raise TypeError(f"{what} must be a set of CPU numbers, not {cpus!r:.200}{available}")
@@ -154,7 +148,6 @@ def _check_signal(name: str, element: object) -> int:
 
 
 def is_async(fn: object) -> bool:
-    """Return whether this function is defined with `async def`."""
     if type(fn) is FunctionType and not vars(fn):  # no decorator has marked it
         return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
@@ -172,6 +165,5 @@ def check_function(name: str, value: object, expected: str) -> None:
 
 
 def name_of(fn: object) -> str:
-    """Return the name of a callable for messages."""
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)

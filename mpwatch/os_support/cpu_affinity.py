@@ -10,12 +10,10 @@ from contextlib import contextmanager, suppress
 
 
 def can_set_affinity() -> bool:
-    """Return whether this system lets a program choose the CPUs on which a process runs."""
     return hasattr(os, "sched_setaffinity")
 
 
 def get_allowed_cpus() -> frozenset[int]:
-    """Return the numbers of the CPUs on which this thread may run."""
     return frozenset(os.sched_getaffinity(0)) if can_set_affinity() else frozenset(range(os.cpu_count() or 1))
 
 
@@ -39,7 +37,6 @@ def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """Return the numbers of these CPUs as a text, such as `CPU 3`, `CPUs 0-2, 4-7` or `no CPU`."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):
         if ranges and cpu == ranges[-1][1] + 1:

@@ -119,7 +119,6 @@ def grow_pipe(fd: int, size: int) -> int:
 
 
 def count_unread_bytes(pipe: int) -> int:
-    """Return the number of unread bytes in a pipe. Raises OSError."""
     import fcntl
     import termios
 
@@ -129,7 +128,6 @@ def count_unread_bytes(pipe: int) -> int:
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of the data, with as many writes as necessary. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]

@@ -15,11 +15,9 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 
 def count_usable_cpus() -> int:
-    """Return the number of CPUs that this process is allowed to use, which is at least 1."""
     allowed = len(get_allowed_cpus())
     return max(1, min(allowed, read_cpu_quota() or allowed))
 
 
 def may_have_gpus() -> bool:
-    """Return False if the machine certainly has no GPU, and otherwise True."""
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)

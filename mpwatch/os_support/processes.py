@@ -147,7 +147,6 @@ def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
 
 
 def group_exists(pgid: int) -> bool:
-    """Return whether a Unix process group has any members. Zombies count as members."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:

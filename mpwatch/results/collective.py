@@ -68,7 +68,6 @@ class Collective:
     seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
-        """Return the collective in words, such as `all_reduce #3 (float32[16], default group) at train.py:31 in step`."""
         place = f" at {self.place}" if self.place else ""
         return f"{self.title} ({', '.join(filter(None, (self.tensors, self.group_title)))}){place}"
 

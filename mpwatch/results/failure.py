@@ -135,17 +135,14 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return this failure with a summary. An existing summary stays as it is."""
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
 
 def format_failure(failure: ProcessFailure) -> str:
-    """Return a text such as `rank 3: was killed by SIGKILL (...)`."""
     return f"{name_rank(failure)}: {describe_failure(failure)}"
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return a text such as `rank 3 failed first: ValueError: ...`."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -156,7 +153,6 @@ def format_root_cause(root: ProcessFailure) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return a text such as `rank 3` or `ranks 0-2, 4-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -231,7 +227,6 @@ def _describe_start_failure(failure: ProcessFailure) -> str:
 
 
 def _describe_exception(failure: ProcessFailure) -> str:
-    """Return the first line of the exception's text, and the place where the exception was raised."""
     if failure.exception is None:
         return "raised an exception that could not be sent" + (f" ({failure.evidence})" if failure.evidence else "")
     text = (failure.summary or summarize_exception(failure.exception)).strip()
@@ -240,7 +235,6 @@ def _describe_exception(failure: ProcessFailure) -> str:
 
 
 def summarize_exception(error: BaseException) -> str:
-    """Return the type and the text of an exception that was raised in this process."""
     try:
         text = str(error).strip()
     except BaseException as broken:  # noqa: BLE001  user code of the class, which may even exit

@@ -41,5 +41,4 @@ class ItemFailure:
 
 
 def name_item(index: int, item: str) -> str:
-    """Return the name that messages use for an item, such as `item number 17 ('a.txt')`. `item` is its `repr`."""
     return f"item number {index} ({item})"

@@ -98,5 +98,4 @@ class Attempt:
 
 
 def format_end(root_cause: ProcessFailure | None, reason: str) -> str:
-    """Return what ended a run or an attempt, in a line such as `rank 1 failed first: ValueError: ...`."""
     return reason if root_cause is None else format_root_cause(root_cause)

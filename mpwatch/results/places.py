@@ -69,7 +69,6 @@ def shorten_source(line: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    """Return the place where an exception was raised."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -82,7 +81,6 @@ def format_raise_location(error: BaseException) -> str:
 
 
 def format_place(path: str, line: int | None, function: str) -> str:
-    """Return a place such as `train.py:88 in step`."""
     return clean_line(f"{_format_file_name(path)}:{line} in {function}")
 
 

@@ -11,8 +11,6 @@ from mpwatch.results.model import WorkerState
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank passed to its last call of `mpwatch.report()`."""
-
     at: float
     """The time at which the rank called `mpwatch.report()`."""
     step: int | None = None
@@ -22,8 +20,6 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """The status of one rank."""
-
     rank: int
     """Global rank."""
     local_rank: int

@@ -29,7 +29,6 @@ NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return a text such as `1 rank` or `3 ranks`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -268,7 +268,6 @@ def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[i
 
 
 def format_report(result: RunResult[Any]) -> str:
-    """Return the whole report, which begins with the verdict."""
     lines = [f"  {fate}" for fate in result.fates]
     if result.root_cause is None and (steps := _format_last_steps(result.progress)):
         lines.append(f"  last reports: {steps}")

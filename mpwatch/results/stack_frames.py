@@ -9,8 +9,6 @@ FRAME_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class StackFrame(NamedTuple):
-    """One frame of a stack."""
-
     file: str
     line: int
     function: str
@@ -18,7 +16,6 @@ class StackFrame(NamedTuple):
 
 
 def parse_frames(stacks: str) -> Iterator[StackFrame]:
-    """Yield the frames of the first thread in `stacks`, beginning with the innermost frame."""
     lines = [*stacks.partition("\n\n")[0].splitlines(), ""]
     for line, following in pairwise(lines):
         if match := FRAME_LINE.match(line):

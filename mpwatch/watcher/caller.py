@@ -159,7 +159,6 @@ class Caller:
         return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
-        """Write the stacks to stderr that SIGQUIT has asked for, when they have come."""
         stacks, self.signals.stacks = self.signals.stacks, None
         if stacks is not None:
             with suppress(*USER_ERRORS):  # stderr may be closed, or an object that raises anything

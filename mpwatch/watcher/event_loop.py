@@ -185,7 +185,6 @@ class EventLoop:
         self._delayed_starts.clear()
 
     def start_ranks(self, setups: Sequence[RankSetup]) -> None:
-        """Start ranks for the first time, or in place of ranks that were lost."""
         self.starts += 1
         if self._is_ending:
             return
@@ -258,17 +257,14 @@ class EventLoop:
         self._inbox.post(partial(self.request_stop, event, rank.call if self._keep_ranks else None))
 
     def abort(self) -> None:
-        """Stop the ranks of all calls, because one call of the run has failed for good."""
         self._refuse_delayed()
         for call in list(self._calls):
             self._handle(call, m.Abort())
 
     def end(self) -> None:
-        """Let the loop end when the present calls are over."""
         self._is_ending = True
 
     def shut_down(self) -> None:
-        """End all ranks: ask idle ones to exit, and stop the others."""
         self._is_ending = True
         for call in list(self._calls):
             self._handle(call, m.Shutdown())

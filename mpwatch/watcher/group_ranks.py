@@ -86,7 +86,6 @@ class GroupRanks:
         return self._watcher is not None
 
     def start(self) -> None:
-        """Start the ranks. Raises LaunchError."""
         with open_standard_descriptors():
             watcher = self._get_watcher()
             self._event_bus.publish_run_started(self._spec, fn="")
@@ -171,7 +170,6 @@ class GroupRanks:
         self._end_ranks()
 
     def take_stacks(self) -> Stacks:
-        """Return the present stacks of all ranks, or none if there are no ranks. Any thread may call this method."""
         watcher = self._watcher
         return Stacks() if watcher is None else watcher.take_stacks()
 
@@ -283,7 +281,6 @@ class GroupRanks:
                     self._start_ranks(watcher, call.lost_ranks)
 
     def _note_reasons(self, call: Call, result: RunResult[Any], caller: Caller, *, has_succeeded: bool) -> None:
-        """Remember why ranks have to be restarted before the next call."""
         why = "a rank ended after it had returned" if has_succeeded else result.verdict
         if call.ended_ranks:
             self._loss_reasons |= dict.fromkeys(call.ended_ranks, why)

@@ -15,7 +15,6 @@ NEEDED_MODULES = ("threading", "thread", "select", "selectors", "os", "subproces
 
 
 def check_host() -> None:
-    """Raise LaunchError if ranks cannot be started or watched in this process."""
     for module, name in MONKEYS:
         is_patched = getattr(sys.modules.get(module), name, None)
         if is_patched is not None and any(map(is_patched, NEEDED_MODULES)):

@@ -24,8 +24,6 @@ MAX_CHUNKSIZE = 256
 
 @dataclass(eq=False)
 class Task:
-    """An item that has no value yet."""
-
     index: int
     item: Any
     attempts: int = 0  # how many times the item has failed
@@ -55,7 +53,6 @@ class ItemQueue:
         self.is_exhausted = False  # whether all items have been taken once
 
     def take_chunk(self, now: float, end: int) -> list[Task]:
-        """Return the next items for a rank, or none if there are none at present. New ones have an index below `end`."""
         if self._delayed and self._delayed[0][0] <= now:
             return [heapq.heappop(self._delayed)[2]]
         if self._returned and self._returned[0].is_single:

@@ -13,7 +13,6 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 
 def pack_call(call: Call) -> Payload:
-    """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
     call = _split_call(call)
     return _pack(call, partial(_name_parts, call))
 
@@ -37,7 +36,6 @@ def _split_call(call: Call) -> Call:
 
 
 def _name_parts(call: Call) -> list[tuple[str, Any]]:
-    """Return a tuple for each part of a call: the name of the part in error messages, and the value of the part."""
     parts: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
     parts += [(format_argument(position), value) for position, value in enumerate(call.args)]
     parts += [(format_argument(name), value) for name, value in call.kwargs.items()]

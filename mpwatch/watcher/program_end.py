@@ -29,8 +29,6 @@ CALLER_SECONDS = 1.0  # how long the caller's thread may take to handle its Keyb
 
 
 class CallOfThread(Protocol):
-    """A call that was made in a thread other than the main thread."""
-
     thread_id: int
     pid: int
     is_over: threading.Event

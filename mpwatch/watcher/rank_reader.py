@@ -57,7 +57,6 @@ class RankReader:
         self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
 
     def register(self, rank: Rank) -> None:
-        """Read what a new rank sends. Raises OSError."""
         handlers = (self._on_message, self._on_stack_data, self._on_exit)
         rank.register(self._pool.selector, *(partial(handler, rank) for handler in handlers))
 
@@ -183,7 +182,6 @@ class RankReader:
         return []
 
     def request_collectives(self, call: Call) -> None:
-        """Ask the ranks of a call which collectives they have called, for the report."""
         for rank in call.members.values():
             if not rank.observations.has_exited:
                 self.request_collectives_of(rank)
@@ -231,7 +229,6 @@ class RankReader:
         return add_source_lines(cut_frames_of_mpwatch(rank.stack_parser.dump), self._wall_started_at)
 
     def request_stacks(self, rank: Rank) -> bool:
-        """Ask a rank for its stacks, unless it is writing them already. Return False if it cannot write stacks."""
         if rank.stack_parser.is_dump_pending():
             return True
         if not rank.request_stack_dump():

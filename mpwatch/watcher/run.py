@@ -62,6 +62,5 @@ def run_single_node(
 
 
 def pack_spec(spec: WorkerSpec[Any]) -> Payload:
-    """Pickle the function and the arguments of a run. Raises LaunchError."""
     backend = spec.torch_backend
     return pack_call(Call(spec.fn, tuple(spec.args), spec.kwargs or {}, backend.name, backend_timeout=backend.timeout))

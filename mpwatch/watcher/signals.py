@@ -41,8 +41,6 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """The signals during one wait, for the ranks of `call`, or for all ranks. An interrupted method can be called again."""
-
     def __init__(self, watcher: Watcher, call: Call | None) -> None:
         self._watcher, self._call = watcher, call
         self._wakeup: WakeupPipe
@@ -70,7 +68,6 @@ class Signals:
         self._is_registered = False
 
     def take_over(self, wakeup: WakeupPipe) -> None:
-        """Install the handlers. From now on, each signal wakes this thread."""
         self._wakeup = wakeup
         if threading.current_thread() is not threading.main_thread():
             self._is_registered = True

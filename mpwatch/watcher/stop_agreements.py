@@ -28,8 +28,6 @@ StepsHeldCallback = Callable[[int | None], object]
 
 @dataclass(eq=False)
 class StopAgreements:
-    """The agreements of one event loop."""
-
     pool: ProcessPool
     event_bus: EventBus
     deferred_log: DeferredLog

@@ -6,15 +6,12 @@ from collections.abc import Callable
 
 
 class Timers:
-    """Only the watcher thread uses it. A function runs no user code and does not block."""
-
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0  # functions that are due at the same time are called in their order
 
     @property
     def due_at(self) -> float:
-        """When the next function is due."""
         return self._heap[0][0] if self._heap else math.inf
 
     def call_at(self, due_at: float, function: Callable[[], object]) -> None:

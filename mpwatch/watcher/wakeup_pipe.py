@@ -15,7 +15,6 @@ class WakeupPipe:
     """
 
     def __init__(self) -> None:
-        """Create the sockets. Raises LaunchError if this process cannot open more descriptors."""
         try:
             self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
         except OSError as error:
@@ -24,12 +23,10 @@ class WakeupPipe:
             end.setblocking(False)
 
     def fileno(self) -> int:
-        """Return the descriptor that the thread must wait for."""
         return self._pair[0].fileno()
 
     @property
     def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`."""
         return self._pair[1].fileno()
 
     def wake(self) -> None:

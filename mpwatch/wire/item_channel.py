@@ -44,7 +44,6 @@ class ItemKind(enum.IntEnum):
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:
-    """Return the caller's socket, which never blocks, and the rank's. Raises OSError."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other

@@ -93,8 +93,6 @@ def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
 
 
 class FrameDecoder:
-    """Builds messages from a stream of bytes."""
-
     def __init__(self) -> None:
         self._buffer = bytearray()
 

@@ -61,7 +61,6 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear the slot of a dead rank for the next rank."""
     os.pwrite(fd, CLEARED + bytes(HEARTBEAT_SIZE), slot * SLOT_SIZE + STOP_AT)
     record_interrupt(fd, slot, 0)
 
@@ -146,7 +145,6 @@ def prepare_slot(fd: int, slot: int) -> None:
 
 
 def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
-    """In the watcher: return the stop memory of a rank."""
     return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
 
 

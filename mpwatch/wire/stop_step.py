@@ -99,7 +99,6 @@ class StopMemory:
         self._write(STATE, AGREED)
 
     def read_passed_step(self) -> int | None:
-        """Return the last step that the rank has passed, or None if it has passed no step."""
         return self._read(ASKED)
 
     def read_stopped_step(self) -> int | None:

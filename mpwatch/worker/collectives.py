@@ -158,7 +158,6 @@ def start(channel: Channel) -> None:
 
 
 def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
-    """Return one end of a new socket pair, and send the other end to the watcher. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         if not channel.send_socket(MessageKind.COLLECTIVES, theirs.fileno(), purpose):
@@ -292,7 +291,6 @@ def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
-    """Convert an entry of the flight recorder to a Collective. `now` is the time in nanoseconds since 1970."""
     group, description = entry["process_group"]
     noted = _groups.get(group)
     is_default = "default_pg" in (description, noted and noted.description)

@@ -46,7 +46,6 @@ def _leave_rank() -> None:
 
 
 def begin_call() -> None:
-    """Forget the steps and the stop request of the previous call."""
     global _is_stop_requested
     _is_stop_requested = False
     if _stop_reader is not None:

@@ -41,7 +41,6 @@ _last_debugger: Any = None  # the RankPdb that was used last
 
 
 def finish_stepping() -> None:
-    """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`."""
     if _last_debugger is not None:
         _last_debugger.set_continue()
 

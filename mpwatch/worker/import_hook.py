@@ -50,7 +50,6 @@ class _ChangingLoader:
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Call `create_module` of the module's own loader, and return the result."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -138,7 +138,6 @@ def _answer_last_request() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
-    """Import the modules of the option `preload`. If an import fails, return the exception of the import."""
     try:
         for name in names:
             import_module(name)
@@ -241,7 +240,6 @@ def _call_function(call: Call) -> object:
 
 
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    """Pickle the return value. If pickling fails, return a `_Failure`."""
     try:
         return pickle_value(value), returned_at
     except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
@@ -342,7 +340,6 @@ class _Failure:
 
     @property
     def name(self) -> str:
-        """The exception's type."""
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:

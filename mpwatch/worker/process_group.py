@@ -48,7 +48,6 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
 
 
 def is_kept() -> bool:
-    """Return whether the rank keeps its process group for later calls."""
     return _version is not None
 
 

@@ -118,7 +118,6 @@ class StackWriter:
         self._main_thread = main_thread
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
-        """Write the stacks. `frame` is the innermost frame of the main thread."""
         stack = _format_stack("Current thread", self._main_thread, frame)
         self._write(stack)  # at once: the watcher sees that the answer has begun
         room = MAX_BYTES - len(stack) - len(LEFT_OUT_STACKS) - len(STACKS_END)

@@ -30,12 +30,10 @@ RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def register(shell: InteractiveShell) -> None:
-    """Register `%%ranks` and `%ranks` in the shell. This starts no ranks."""
     shell.register_magics(RankMagics(shell))
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Close the WorkerGroup of the magics, and remove the magics from the shell."""
     magics = shell.magics_manager.registry.get("RankMagics")
     if isinstance(magics, RankMagics):
         magics.close()
@@ -69,7 +67,6 @@ class RankValues(Mapping[int, Any]):
         return "\n".join(f"{_format_ranks(ranks)}: {text}" for text, ranks in self._group().items())
 
     def _repr_html_(self) -> str:
-        """Return the HTML table with which a notebook shows the values of the ranks."""
         rows = (
             f"<tr><th style='text-align:left'>{_format_ranks(ranks)}</th>"
             f"<td style='text-align:left'><pre>{escape(text)}</pre></td></tr>"
@@ -107,8 +104,6 @@ def _split(line: str) -> list[str]:
 
 @magics_class
 class RankMagics(Magics):
-    """The magics `%%ranks` and `%ranks`, which use the same WorkerGroup."""
-
     shell: InteractiveShell
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -162,7 +157,6 @@ class RankMagics(Magics):
         return RankValues(values) if values else None
 
     def close(self) -> None:
-        """End the ranks, if there are any ranks."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -247,7 +241,6 @@ def _parse_ranks(text: str) -> list[int]:
 
 
 def _format_ranks(ranks: list[int]) -> str:
-    """Return a text that names the ranks, such as "rank 2" or "ranks 0-1, 3"."""
     parts: list[str] = []
     first = ranks[0]
     for rank, following in zip(ranks, [*ranks[1:], None], strict=True):

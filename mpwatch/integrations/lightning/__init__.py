@@ -118,7 +118,6 @@ def _import_launchers(strategy: Any) -> ModuleType:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError if an option is bad, so that the user sees the error before training begins."""
     for name in sorted(options.keys() - OPTIONS):
         raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
     # `logs` may name ranks. _LauncherFactory checks it, when the number of ranks is known.
@@ -201,7 +200,6 @@ class _Launcher(_StrategyHook):
         return self._class_in_rank, ()
 
     def _run(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function in all ranks, and return what the function returned in rank 0."""
         __tracebackhide__ = True
         job = self._launchers._GlobalStateSnapshot.capture(), trainer, function
         # The caller's arguments come first. If one of them cannot be sent, the error then names a short path such as
@@ -216,7 +214,6 @@ class _FabricLauncher(_Launcher):
     _class_in_rank = _FabricLauncherInRank
 
     def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks, and return what the function returned in rank 0."""
         __tracebackhide__ = True
         return self._run(None, function, args, kwargs)
 

@@ -100,7 +100,6 @@ def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
 
 
 def _gather_whole_weights(strategy: Any) -> Any:
-    """Return all weights of the module in rank 0, even if FSDPStrategy or ModelParallelStrategy has sharded the weights."""
     for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
             setattr(strategy, name, value)

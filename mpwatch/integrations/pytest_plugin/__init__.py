@@ -29,7 +29,6 @@ from mpwatch.integrations.pytest_plugin.names import MARK, RANK_KEY
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
     text = "(nprocs='auto', **options): run the test on that many ranks; options are those of mpwatch.WorkerGroup"
     config.addinivalue_line("markers", MARK + text)
 

@@ -105,8 +105,6 @@ def _close_group(groups: list["ModuleGroup"], group: "ModuleGroup") -> None:
 
 
 class ModuleGroup:
-    """A WorkerGroup for tests that are in one module and have the same options."""
-
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
         folder = _get_fixture_values(item)[TMP_PATH_FACTORY].mktemp("mpwatch")
@@ -231,7 +229,6 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report the warnings and properties of a test that has passed in all ranks, without duplicates."""
     warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
     for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
         arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}

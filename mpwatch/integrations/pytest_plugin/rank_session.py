@@ -40,8 +40,6 @@ IGNORE_REWRITE_WARNING = (
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The data from which each rank makes its pytest session."""
-
     args: tuple[str, ...]
     """The arguments of pytest. `--capture=no` is added, because mpwatch captures the output of ranks."""
     invocation_dir: str
@@ -61,8 +59,6 @@ NameInModule = tuple[str, ...]  # the names of the classes and the test. Plugins
 
 @dataclass(frozen=True)
 class TestRequest:
-    """The data that the ranks need to run one test."""
-
     name: NameInModule
     next_name: NameInModule | None
     """The test that follows this test, or None if that test is in another module."""
@@ -72,19 +68,15 @@ class TestRequest:
 
 @dataclass(frozen=True)
 class PassedTestData:
-    """The warnings and properties of a passed test, which the controller reports."""
-
     warnings: list[WarningMessage] = field(default_factory=list)
     properties: list[tuple[str, object]] = field(default_factory=list)
 
 
 def get_module(item: pytest.Item) -> pytest.File:
-    """Return the file that contains the test."""
     return next(node for node in item.listchain() if isinstance(node, pytest.File))
 
 
 def get_name_in_module(item: pytest.Item) -> NameInModule:
-    """Return the name that identifies a test in the controller and in the ranks."""
     chain = item.listchain()
     return tuple(node.name for node in chain[chain.index(get_module(item)) + 1 :])
 
@@ -102,7 +94,6 @@ def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
 
 
 def _get_session(config: SessionConfig) -> "RankSession":
-    """Return the pytest session of this rank. If the rank has no session, for example after a restart, make a session."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK_KEY not in state:
@@ -112,7 +103,6 @@ def _get_session(config: SessionConfig) -> "RankSession":
 
 
 def tear_down_fixtures() -> None:
-    """Tear down all fixtures of this rank, but keep its pytest session."""
     __tracebackhide__ = True
     session = current_worker().state.get(RANK_KEY)
     if session is not None:
@@ -120,7 +110,6 @@ def tear_down_fixtures() -> None:
 
 
 def end_session() -> None:
-    """Tear down all fixtures of this rank, and end its pytest session."""
     __tracebackhide__ = True
     session = current_worker().state.pop(RANK_KEY, None)
     if session is not None:
@@ -128,8 +117,6 @@ def end_session() -> None:
 
 
 class _NullTerminal(io.StringIO):
-    """A terminal that discards all text."""
-
     def write(self, text: str) -> int:
         return len(text)
 

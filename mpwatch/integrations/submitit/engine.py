@@ -55,7 +55,6 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit a node. The engine submits the minimum number of nodes together, as one job of submitit."""
         write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -80,7 +79,6 @@ class SubmititEngine:
                 job.cancel(check=False)
 
     def close(self) -> None:
-        """Wait a limited time for the jobs that have begun, cancel all jobs that have not ended, and remove the folder."""
         self._is_closed.set()
         with ExitStack() as stack:  # an impatient user may press Ctrl-C once more
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -93,7 +91,6 @@ class SubmititEngine:
                 _wait_until_done(begun, self._stop_seconds)
 
     def _cancel_jobs(self) -> None:
-        """Cancel all jobs that have not ended, and wait until they have ended."""
         left = [job for job, _ in self._jobs if not job.done()]
         for job in left:
             job.cancel(check=False)
@@ -169,7 +166,6 @@ def find_kind(executor: submitit.Executor) -> str:
 
 
 def _make_parameters(executor: submitit.Executor, kind: str, tasks: int) -> dict[str, Any]:
-    """Return the parameters of a submitit job that runs this number of tasks, with one task on each node."""
     if kind == "local":
         return {"tasks_per_node": tasks}
     is_auto = isinstance(executor, submitit.AutoExecutor)
@@ -211,7 +207,6 @@ class Task:
     numbers: tuple[int, ...]
 
     def __call__(self) -> None:
-        """Execute the function that `SubmititEngine.start` has stored for this node, and store its outcome."""
         path = os.path.join(self.folder, str(self.numbers[submitit.JobEnvironment().global_rank]))
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)

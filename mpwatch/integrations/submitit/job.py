@@ -73,7 +73,6 @@ class Job:
         mpwatch.WorkerSpec(fn=fn, nprocs=count, rendezvous=rendezvous, **checked)
 
     def __call__(self) -> mpwatch.RunResult[Any]:
-        """Run the ranks of this node. submitit calls this method in each task."""
         task = submitit.JobEnvironment()
         rendezvous = self._make_rendezvous(task)
         number = preemption_signal()

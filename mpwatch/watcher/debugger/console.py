@@ -58,8 +58,6 @@ class WatchedRanks(Protocol):
 
 
 class Prompter(Protocol):
-    """What the console uses of the signals of the waiting thread."""
-
     received: list[int]
     is_at_prompt: bool
 
@@ -120,8 +118,6 @@ class RankSession:
 
 
 class DebuggerConsole:
-    """The debugger sessions of all ranks. In a WorkerGroup, all calls use the same console."""
-
     def __init__(self, watcher: WatchedRanks) -> None:
         self._watcher = watcher
         self._output = watcher.output
@@ -213,7 +209,6 @@ class DebuggerConsole:
                     self._current = None
 
     def _choose(self) -> RankSession | None:
-        """Return the session to show next, or None if no rank is at a prompt."""
         if self._has_quit:
             return None
         if self._current is not None and self._current.is_at_prompt:
@@ -239,7 +234,6 @@ class DebuggerConsole:
             self._wait_for_prompt(session)
 
     def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
-        """Wait at most `seconds` until each of the expected ranks is at a prompt again or has ended."""
         deadline = monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
@@ -266,7 +260,6 @@ class DebuggerConsole:
             self._write(f"rank {rank} is not at a prompt ({stack})\n")
 
     def _ask_all(self, line: str) -> None:
-        """Send a line to all ranks that are at a prompt, and show their answers."""
         running = {
             rank
             for rank, stack in self._watcher.take_stacks(REQUEST_SECONDS).items()

@@ -92,7 +92,6 @@ class CollectiveVerdict:
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
-    """Return the first verdict of `find_verdicts`, if any."""
     return next(iter(find_verdicts(answers, returned)), None)
 
 
@@ -103,7 +102,6 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits, or else its last one, if any."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
@@ -283,7 +281,6 @@ def _make_mismatch(slot: _Slot, camps: list[list[int]]) -> CollectiveVerdict:
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that says what the ranks of each camp have called, as it follows the ranks of `camps[0]`."""
     parts = []
     for camp in camps:
         call, is_first = called[camp[0]], camp is camps[0]

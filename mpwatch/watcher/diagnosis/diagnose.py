@@ -59,7 +59,6 @@ STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not rep
 
 
 def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
-    """Return the result of an attempt that has ended."""
     _correct_collectives(attempt)
     failures: Failures = {}
     have_all_returned = attempt.stop_reason is StopReason.SUCCEEDED
@@ -327,7 +326,6 @@ def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, Pr
 
 
 def format_interrupt(signum: int, cause: InterruptCause) -> str:
-    """Return a sentence that says what stopped the run."""
     if cause is InterruptCause.STOP:
         return texts.format_stopped_by_caller()
     if cause is InterruptCause.STOP_REQUEST:

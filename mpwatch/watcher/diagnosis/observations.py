@@ -21,8 +21,6 @@ from mpwatch.wire.shared_memory import HeartbeatSample
 
 @dataclass
 class RankObservations:
-    """What the watcher observed of one rank, during one attempt or one call."""
-
     worker: Worker
     stderr_tail: StderrTail = field(default_factory=StderrTail)
     pid: int | None = None
@@ -75,8 +73,6 @@ class RankObservations:
 
 @dataclass(frozen=True)
 class AttemptObservations:
-    """What the watcher observed of one Call."""
-
     ranks: Mapping[int, RankObservations]
     hostname: str
     run_started_at: float

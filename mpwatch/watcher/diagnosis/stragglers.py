@@ -29,7 +29,6 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks that keep others waiting in a collective, or none if the stacks do not show that clearly."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -67,7 +66,6 @@ def get_stacks_or_state(observed: RankObservations) -> str:
 
 
 def describe_blocked_process(observed: RankObservations) -> str:
-    """Return why the process cannot write stacks at this moment, or an empty text."""
     return BLOCKED_STATES.get(observed.process_state, "")
 
 
@@ -89,7 +87,6 @@ def _get_collective(observed: RankObservations) -> str:
 
 
 def _find_collective(stacks: str) -> str:
-    """Return the name of the torch.distributed function in the first of these stacks, or ""."""
     for frame in parse_frames(stacks):
         if any(part in frame.file for part in COLLECTIVE_FILES) and CHECKPOINT_FILES not in frame.file:
             return frame.function

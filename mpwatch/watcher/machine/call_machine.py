@@ -79,7 +79,6 @@ class CallMachine:
         return [self._call_rank(rank) for rank in self.phase_table.ranks_in(RankPhase.READY)]
 
     def end_idle_ranks(self, now: float) -> list[Action]:
-        """Instead of a call: let idle ranks exit, or stop them if some are not even ready."""
         if self.phase_table.counts[RankPhase.STARTING]:
             return self._terminate(now, StopReason.INTERRUPTED)
         self.keeps_ranks = False
@@ -125,7 +124,6 @@ class CallMachine:
         return self.stage in (CallStage.KEPT, CallStage.FINISHED)
 
     def is_running(self) -> bool:
-        """Return whether there is no reason yet to stop the call."""
         return self.stage in (CallStage.RUNNING, CallStage.AWAITING_ROOT_CAUSE) and self.stop_reason is None
 
     def are_limits_active(self) -> bool:
@@ -133,7 +131,6 @@ class CallMachine:
 
     @property
     def signum(self) -> int | None:
-        """The signal of the first interrupt, or None if the call was not interrupted."""
         return None if self._first_interrupt is None else self._first_interrupt.signum
 
     @property
@@ -141,7 +138,6 @@ class CallMachine:
         return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return the actions that follow from an event. Raises IllegalEventError."""
         if isinstance(event, RankEvent):
             before = self.phase_table.apply(event)
             if before is RankPhase.RUNNING and not isinstance(event, m.HeartbeatRead):
@@ -202,7 +198,6 @@ class CallMachine:
         self.stage, self._stage_deadline = stage, deadline
 
     def _on_limits(self, event: m.SuspendLimits | m.ResumeLimits, now: float) -> None:
-        """A prompt of a debugger was opened, or the last one was closed."""
         suspended_at = self._limits_suspended_at
         if isinstance(event, m.SuspendLimits):
             self._limits_suspended_at = now if suspended_at is None else suspended_at
@@ -292,7 +287,6 @@ class CallMachine:
     # --- the end of the call
 
     def _end_if_complete(self, now: float) -> list[Action]:
-        """End the call if no rank is starting or running any more."""
         counts = self.phase_table.counts
         still_sends_details = self.keeps_ranks and counts[RankPhase.FAILED]
         if counts[RankPhase.STARTING] or counts[RankPhase.RUNNING] or still_sends_details:
@@ -449,7 +443,6 @@ class PhaseTable:
             self.counts[phase] += 1
 
     def apply(self, event: RankEvent) -> RankPhase:
-        """Move the rank to the phase that TRANSITIONS gives for this event. Return the phase before."""
         before = self.phases[event.rank]
         try:
             after = TRANSITIONS[before][type(event)]
@@ -463,7 +456,6 @@ class PhaseTable:
         return [rank for rank, current in self.phases.items() if current is phase]
 
     def move_all(self, phase: RankPhase, *, to: RankPhase) -> list[int]:
-        """Move all ranks of one phase to another phase. Return these ranks."""
         ranks = self.ranks_in(phase)
         for rank in ranks:
             self.set_phase(rank, to)

@@ -47,8 +47,6 @@ CONFIRM_SECONDS = 1.0  # at most, and a tenth of the limit: from the first to th
 
 
 class RankPhase(Enum):
-    """The phase of one rank."""
-
     __hash__ = object.__hash__  # Enum.__hash__ is written in Python, and the machine looks up phases all the time
 
     STARTING = auto()
@@ -65,8 +63,6 @@ class RankPhase(Enum):
 
 
 class CallStage(Enum):
-    """The stage of a call."""
-
     RUNNING = auto()  # some of its ranks may still be starting
     # A rank has raised, and its report or the root cause may still come. In a WorkerGroup, after a failure or Ctrl-C, the
     # ranks that have not answered yet have a limited time to do so.
@@ -79,8 +75,6 @@ class CallStage(Enum):
 
 
 class StopReason(Enum):
-    """Why a call or an attempt has ended."""
-
     SUCCEEDED = auto()
     FAILED = auto()
     TIMED_OUT = auto()
@@ -138,8 +132,6 @@ class Exited(RankEvent):
 
 
 class InterruptCause(Enum):
-    """The cause of an `Interrupted` event."""
-
     SIGNAL = "this process received a signal"
     STOP = "the caller called terminate()"
     PROGRAM_END = "the program ends"
@@ -239,8 +231,6 @@ class CallRank:
 
 @dataclass(frozen=True, slots=True)
 class RequestExit:
-    """Ask the rank to exit normally, without a signal."""
-
     rank: int
 
 

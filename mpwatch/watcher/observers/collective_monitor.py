@@ -75,7 +75,6 @@ class CollectiveMonitor:
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
-        """Begin the checks: a rank has a torch process group now."""
         if not self._is_started and self.stall_after is not None:
             self._is_started = True
             self._check_later()

@@ -35,8 +35,6 @@ WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, Ran
 
 @dataclass(eq=False)
 class StackRequests:
-    """The unanswered requests."""
-
     ask: Callable[[Rank], bool]  # asks a rank for its stacks; False: the rank cannot send them
     format_stacks: Callable[[Rank], str]  # returns the stacks that a rank has sent, as text
     call_at: Callable[[float, Callable[[], object]], object]
@@ -79,13 +77,11 @@ class StackRequests:
             self._answer()
 
     def add_stacks(self, rank: Rank) -> None:
-        """Take the stacks of a rank that has sent them all, or has exited."""
         if rank in self._asked:
             self._take(rank)
             self._answer_if_complete()
 
     def add_collectives(self, rank: Rank, answer: RankCollectives | None) -> None:
-        """Take the collectives of a rank, or None if it cannot send them."""
         if rank in self._asked_for_collectives:
             self._asked_for_collectives.discard(rank)
             if answer is not None:

@@ -26,12 +26,10 @@ STATES = {
 
 
 def current_statuses(ranks: Iterable[Rank], pool: ProcessPool) -> list[RankStatus]:
-    """Return the present statuses, sorted by rank. In the watcher thread; takes some tens of microseconds for each rank."""
     return sorted((_current_status(rank, pool) for rank in ranks), key=lambda status: status.rank)
 
 
 def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
-    """Return the statuses at the end of the run or the call, sorted by rank. In the caller's thread."""
     statuses = [
         _final_status(observed, attempt.stopped_at, attempt.ended_at)
         for attempt in attempts

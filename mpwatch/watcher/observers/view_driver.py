@@ -22,8 +22,6 @@ from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 
 class View(Protocol):
-    """A display of the ranks during one call. Each method of a view may raise any exception."""
-
     @property
     def period(self) -> float:
         """The seconds from one update to the next. Infinite if no more are needed."""
@@ -68,7 +66,6 @@ class ViewDriver:
         return max(0.0, self._due_at - monotonic())
 
     def update(self) -> None:
-        """Show the statuses that have come, or ask for new ones if an update is due."""
         view = self._view
         if view is None:
             return
@@ -91,7 +88,6 @@ class ViewDriver:
             self._guard(view.pause)
 
     def resume(self) -> None:
-        """After `pause`: draw the view again."""
         if self._due_at < math.inf:
             self._due_at = 0.0
 

@@ -18,8 +18,6 @@ CURSOR_CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")  # move the curso
 
 
 class LineAssembler:
-    """Assembles the lines of one stream of one rank."""
-
     def __init__(self) -> None:
         self._unfinished = b""  # the line without a newline so far
 
@@ -37,13 +35,11 @@ class LineAssembler:
         return self._unfinished.rstrip(b"\r")
 
     def flush(self) -> bytes:
-        """End the unfinished line and return it with a newline. Return empty bytes if the line has no text."""
         line, self._unfinished = self.unfinished_line, b""
         return line + b"\n" if line else b""
 
 
 def add_prefix(lines: bytes, prefix: bytes) -> bytes:
-    """Put the prefix before each line, and return the lines. Each of the `lines` must end with a newline."""
     if not lines or not prefix:
         return lines
     with_one_more = memoryview(lines.replace(b"\n", b"\n" + prefix))

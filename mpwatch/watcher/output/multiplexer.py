@@ -24,8 +24,6 @@ SHOW_SECONDS = 2.0  # before an unfinished line is shown, and between two update
 
 
 class RankStream:
-    """The stdout or stderr of one rank. `make_prefix` returns the prefix of a line that is shown now."""
-
     def __init__(self, rank: int, stream: str, make_prefix: Callable[[], bytes]) -> None:
         self.rank = rank
         self.stream = stream
@@ -74,7 +72,6 @@ class OutputMultiplexer:
         return min(self._choose_mode_at, *(rank_stream.due_at for rank_stream in self._rank_streams), math.inf)
 
     def feed(self, rank_stream: RankStream, data: bytes, now: float) -> None:
-        """Add bytes that a rank has written to a stream."""
         if not self._is_line_mode and self._only_rank not in (None, rank_stream.rank):
             self._change_to_line_mode()
         self._rank_streams[rank_stream] = None
@@ -101,7 +98,6 @@ class OutputMultiplexer:
             self._end_line(rank_stream)
 
     def end_stream(self, rank_stream: RankStream) -> None:
-        """Write the unfinished line of a stream that has ended."""
         if self._held_back:
             self._held_back.append((rank_stream, b""))
         else:

@@ -67,7 +67,6 @@ class OutputThread:
     # --- for other threads
 
     def start(self) -> None:
-        """Start the thread, if it has not been started. Raises RuntimeError."""
         if self.is_over:
             raise RuntimeError("the thread that reads the output of the ranks has ended")
         if self._thread is None:
@@ -76,7 +75,6 @@ class OutputThread:
             self._thread = thread
 
     def post(self, job: Callable[[], None]) -> None:
-        """Make the output thread run this job after all jobs that were posted before."""
         self._jobs.append(job)
         self._job_wakeup.wake()
 
@@ -146,7 +144,6 @@ class OutputThread:
         self._broken_sinks.clear()
 
     def add_pipes(self, pipes: Sequence[OutputPipe]) -> None:
-        """Begin to read the pipes of a rank that is about to be started."""
         for pipe in pipes:
             self._pipes[pipe.fd] = pipe
             if not self.is_over:

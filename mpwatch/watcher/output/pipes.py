@@ -61,20 +61,16 @@ class OutputPipe:
             return None
 
     def close_file(self) -> None:
-        """Close the log file, so that later output is not written to it."""
         file_fd, self.file_fd = self.file_fd, None
         if file_fd is not None:
             os.close(file_fd)
 
     def close(self) -> None:
-        """Close the pipe and the log file."""
         os.close(self.fd)
         self.close_file()
 
 
 class StdioOpener:
-    """Opens stdout and stderr for ranks."""
-
     def __init__(self, spec: LogSpec, host: str) -> None:
         self._spec = spec
         self._host = host

@@ -61,7 +61,6 @@ class RankOutput:
 
     @property
     def is_read(self) -> bool:
-        """Whether the watcher reads at least one stream of a rank."""
         return self._output_thread is not None
 
     def use_current_streams(self) -> None:
@@ -115,6 +114,5 @@ class RankOutput:
             self._output_thread.stop_when_drained()
 
     def close(self) -> None:
-        """End the output thread and release its resources. Call this method when no rank is alive."""
         if self._output_thread is not None:
             self._output_thread.close()

@@ -27,8 +27,6 @@ RAW_STREAMS = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
 class Sink(Protocol):
-    """One of the caller's streams. Only the output thread uses this class."""
-
     def write(self, data: bytes) -> bool:
         """Return False if `stop_fd` becomes readable while this waits for a slow reader. Raises what the stream raises."""
 

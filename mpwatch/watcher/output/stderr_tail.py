@@ -21,13 +21,11 @@ class StderrTail:
         self._call_offset = 0  # in `direct_file`: where the output of the current call begins
 
     def feed(self, data: bytes) -> None:
-        """Add bytes that the rank has written to its stderr."""
         self._tail += data[-TAIL_BYTES:]
         if len(self._tail) > TAIL_BYTES or len(data) > TAIL_BYTES:
             self._tail, self._is_cut = self._tail[-TAIL_BYTES:], True
 
     def clear(self) -> None:
-        """Drop the stderr of earlier calls, because a new call begins."""
         self._tail, self._is_cut = b"", False
         if self.direct_file:
             with suppress(OSError):
@@ -44,7 +42,6 @@ class StderrTail:
 
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
-    """Read the file from `offset` to the end. Return the last TAIL_BYTES bytes, and whether earlier bytes were cut off."""
     with suppress(OSError), open(path, "rb", opener=open_regular_file) as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(tail_offset)

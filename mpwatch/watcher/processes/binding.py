@@ -21,8 +21,6 @@ CPU_LIMIT = 1 << 16  # no kernel supports so many CPUs
 
 
 class Core(NamedTuple):
-    """A physical core that this process may use."""
-
     cpus: tuple[int, ...]
     """The allowed hardware threads, in ascending order."""
     node: int = 0
@@ -106,7 +104,6 @@ def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list
 
 
 def _read_cpu_list(file: str) -> set[int]:
-    """Return the numbers in a file with a text such as "0-3,8"."""
     numbers: set[int] = set()
     with suppress(OSError, ValueError):
         with open(file, encoding="ascii") as text:

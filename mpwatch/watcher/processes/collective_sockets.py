@@ -33,7 +33,6 @@ class CollectiveSockets:
 
     @property
     def is_open(self) -> bool:
-        """Whether the request socket is open, so that `ask` can send a request to the rank."""
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
@@ -62,7 +61,6 @@ class CollectiveSockets:
         return True
 
     def read_answer(self) -> RankCollectives | None:
-        """Read the bytes that the rank has sent. Return the rank's answer if it is complete, and None otherwise."""
         assert self._requests is not None
         try:
             data = self._requests.recv(READ_SIZE)
@@ -121,7 +119,6 @@ class CollectiveSockets:
         return data
 
     def close(self) -> None:
-        """Close both sockets."""
         self._close_requests()
         self._close(self._crash)
         self._crash = None

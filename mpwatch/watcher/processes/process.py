@@ -199,13 +199,11 @@ class RankPopen(Popen):
                 self._signal_group(number)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal only to the rank itself."""
         with self._lock, self._tolerate_failure():
             if not self._is_reaped:
                 os.kill(self.pid, number)
 
     def send_signal_to_main_thread(self, number: int) -> None:
-        """Send a signal to the rank's main thread."""
         with self._lock, self._tolerate_failure():
             if not self._is_reaped:
                 send_signal_to_main_thread(self.pid, number)
@@ -304,7 +302,6 @@ def _fill_pipe(pipe: int, data: bytes) -> None:
 
 
 def _get_resource_tracker_fd() -> Any:
-    """Return a descriptor of the calling program's resource tracker. Start the tracker if it is not running."""
     # Starting the tracker unblocks signals in this thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:

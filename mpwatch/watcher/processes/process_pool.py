@@ -103,7 +103,6 @@ class ProcessPool:
         self._stack.close()
 
     def start(self, setup: RankSetup) -> Rank:
-        """Start a rank. Raises LaunchError."""
         try:
             return self._start(setup)
         except (OSError, RuntimeError, AssertionError) as error:
@@ -182,7 +181,6 @@ class ProcessPool:
         rank.process.send_signal(signal.SIGINT)
 
     def read_heartbeat(self, rank: Rank) -> HeartbeatSample:
-        """Read the rank's last report and the time of its last heartbeat."""
         return read_heartbeat(self._slots_fd, self._slots[rank.number])
 
     def read_heartbeat_time(self, rank: Rank) -> float | None:
@@ -194,12 +192,10 @@ class ProcessPool:
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def begin_call(self, rank: Rank) -> None:
-        """Delete the heartbeats, the reports, the steps and the stderr of the previous call."""
         prepare_slot(self._slots_fd, self._slots[rank.number])
         rank.observations.stderr_tail.clear()
 
     def reap(self, rank: Rank) -> None:
-        """Kill the processes that are left in the group of a dead rank, and reap the rank."""
         pid = rank.process.pid
         del self.alive[rank.number]  # first: after an error the end of the pool must not reap it again
         rank.is_reaped = True
@@ -287,11 +283,9 @@ def _worker_fields(worker: Worker) -> dict[str, Any]:
 
 
 def _describe_rank(worker: Worker, fn_name: str) -> list[str]:
-    """Return the last words of the rank's command line, such as "mpwatch" and "rank=0/4". `ps` shows these words."""
     fn = [f"fn={_make_printable(fn_name)[:NAME_LENGTH]}"] if fn_name else []
     return ["mpwatch", f"rank={worker.rank}/{worker.world_size}", *fn, f"run={_make_printable(worker.run_id)[:ID_LENGTH]}"]
 
 
 def _make_printable(text: str) -> str:
-    """Replace each character that is not printable ASCII by a question mark."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)

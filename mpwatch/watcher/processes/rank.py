@@ -100,14 +100,12 @@ class Rank:
         on_stack_data: Callable[[], Any],
         on_exit: Callable[[], Any],
     ) -> None:
-        """Register the functions that handle the rank's messages, its stack data and its exit. Raises OSError."""
         self._selector = selector
         self._register(self.channel.fileno(), on_message)
         self._register(self._stack_pipe, on_stack_data)
         self._register(self.process.sentinel, on_exit)
 
     def reset_observations(self) -> RankObservations:
-        """Forget what was observed in the previous call, because the next one begins."""
         before = self.observations
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=self.is_ready
@@ -127,7 +125,6 @@ class Rank:
             self._selector.remove(fd)
 
     def close(self) -> None:
-        """Close the watcher's ends of all connections."""
         if (error := self.process.signal_error) is not None:
             text = "rank %d (pid %s) could not be sent a signal: %r"
             self._deferred_log.warning(text, self.number, self.process.pid, error)
@@ -144,7 +141,6 @@ class Rank:
             _close(self._files.pop())
 
     def send(self, kind: MessageKind, fds: Sequence[int] = ()) -> None:
-        """Send these descriptors in a message that has no body. Raises OSError."""
         self.send_frame(encode_frame(kind), fds)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
@@ -228,7 +224,6 @@ class Rank:
                 _close(fd)
 
     def on_ready(self, body: bytes) -> None:
-        """Record that the rank is ready."""
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
         self.is_ready = self.observations.was_ready = True
@@ -270,7 +265,6 @@ class Rank:
         return has_descriptor(self.process.pid, self._rank_stack_fd, self._stack_pipe)
 
     def read_stack_pipe(self) -> None:
-        """Read the bytes that the rank has written to the stack pipe."""
         with suppress(BlockingIOError):
             for _ in range(DRAIN_LIMIT // READ_SIZE):
                 data = os.read(self._stack_pipe, READ_SIZE)

@@ -47,8 +47,6 @@ FLIGHT_RECORDER_SIZE = "128"  # collectives that torch keeps; torch 2.13 keeps 2
 
 
 class RankSetup(NamedTuple):
-    """The data that is needed to start a rank."""
-
     worker: Worker
     env: dict[str, str]
     """The whole environment of the rank."""
@@ -83,7 +81,6 @@ def copy_environment() -> dict[str, str]:
 
 
 def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
-    """Return a Worker for each rank in `ranks`, for a run on one node."""
     nprocs = spec.nprocs
     assert isinstance(nprocs, int)  # GroupSpec has resolved what the user passed
     return [
@@ -156,7 +153,6 @@ def _make_rank_variables(worker: Worker, max_restarts: int) -> dict[str, str]:
 
 
 def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, accelerators: set[str]) -> None:
-    """Add default values for the variables that are not set."""
     threads, processes = _count_threads(worker.local_world_size, binding)
     env.setdefault("OMP_NUM_THREADS", str(threads))
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(MAX_COMPILE_THREADS, processes)))

@@ -37,7 +37,6 @@ class Selector(Generic[T]):
         self._selector.close()
 
     def add(self, fd: int, handler: Callable[[], T]) -> None:
-        """Add a descriptor. Raises OSError."""
         self._selector.register(fd, selectors.EVENT_READ, handler)
 
     def remove(self, fd: int) -> None:

@@ -25,8 +25,6 @@ NAME_PREFIXES = ("GPU-", "MIG-")
 
 
 class Gpu(NamedTuple):
-    """A GPU that this process is allowed to use."""
-
     uuid: str = ""
     """Its name for CUDA_VISIBLE_DEVICES, such as "GPU-8a5b...", if it is known."""
     node: int | None = None
@@ -34,8 +32,6 @@ class Gpu(NamedTuple):
 
 
 class VisibleDevices(NamedTuple):
-    """The GPUs that a process with a certain environment can see, in the order of their numbers."""
-
     variables: tuple[str, ...]
     """They have the list."""
     entries: Sequence[str] = ()
@@ -104,7 +100,6 @@ def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
 
 
 def list_amd_gpus(root: str = "/") -> list[Gpu]:
-    """Return the AMD GPUs that ROCm can use, in the order in which the driver numbers them."""
     folder, gpus = os.path.join(root, "sys/class/kfd/kfd/topology/nodes"), []
     if not _may_use(os.path.join(root, "dev/kfd")):
         return []

@@ -16,8 +16,6 @@ NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """Facts about a failed attempt. RestartBudget uses these facts to decide about a restart."""
-
     cause: ProcessFailure | None
     """The root cause."""
     had_heartbeat: bool = False
@@ -36,8 +34,6 @@ class FailedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """The decision about a restart."""
-
     delay: float | None = None
     """Seconds before the restart, or None if the ranks are not restarted."""
     restarts_left: int = 0
@@ -47,8 +43,6 @@ class RestartDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCounters:
-    """What a RestartBudget remembers of the failed attempts of its restart group."""
-
     restarts_used: int = 0
     """Restarts since the first start, or since `reset_after` has set the count to 0."""
     furthest_step: int = -1
@@ -72,7 +66,6 @@ class RestartBudget:
         self.counters = counters
 
     def decide(self, failed_attempt: FailedAttempt) -> RestartDecision:
-        """Decide whether the ranks are restarted after the latest attempt. Raises any exception that `retry_if` raises."""
         policy = self._policy
         if not policy.max_restarts:
             return RestartDecision()

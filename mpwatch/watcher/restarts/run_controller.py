@@ -104,7 +104,6 @@ class RunController(Generic[T]):
         return self._watcher.loop.suspended_seconds if self._calls else 0.0
 
     def list_evidence(self) -> list[AttemptObservations]:
-        """Return what was observed in the latest attempt of each group that has ended."""
         known = {group: evidence for group, (evidence, _) in self._last_attempts.items()}
         latest = {group: call.evidence for group, call in self._calls.items() if call.evidence is not None}
         return list((known | latest).values())
@@ -173,7 +172,6 @@ class RunController(Generic[T]):
         )
 
     def _record_attempt(self, evidence: AttemptObservations) -> RunResult[T]:
-        """Diagnose an attempt that is over, record it and publish the outcomes of its ranks."""
         result = diagnose_attempt(evidence)
         self._last_attempts[min(evidence.ranks)] = evidence, result
         self._restartable_groups.discard(min(evidence.ranks))
@@ -203,7 +201,6 @@ class RunController(Generic[T]):
         publish_outcomes(self.event_bus, evidence, result)
 
     def build_result(self) -> RunResult[T]:
-        """Return the result of the run, and publish that the run has ended. Call this when no rank is left."""
         latest = self.list_evidence()
         for evidence in latest:
             known = self._last_attempts.get(min(evidence.ranks))
@@ -248,7 +245,6 @@ class RunController(Generic[T]):
 
 
 def make_empty_result(interrupted: Interrupted | None) -> RunResult[Any]:
-    """Return the result of a run that ended before its ranks were started."""
     reason = "the run was stopped before its ranks were started"
     if interrupted is not None:
         reason = f"{format_interrupt(interrupted.signum, interrupted.cause)}, before its ranks were started"
@@ -265,7 +261,6 @@ def diagnose_attempt(evidence: AttemptObservations) -> RunResult[Any]:
 
 
 def publish_outcomes(event_bus: EventBus, evidence: AttemptObservations, result: RunResult[Any]) -> None:
-    """Publish an event for each failure, each stopped rank and each rank's collectives. The root cause comes first."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,

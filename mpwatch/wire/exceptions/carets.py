@@ -20,7 +20,6 @@ NO_FIRST_LINE = 0  # of code from a string: Python 3.14 would show lines of the 
 
 
 def add_carets(trace: TracebackType | None, frames: Sequence[Frame]) -> TracebackType | None:
-    """Return this traceback with carets."""
     entries = []
     while trace is not None:
         entries.append(trace)

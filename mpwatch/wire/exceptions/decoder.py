@@ -145,7 +145,6 @@ class ExceptionHeader:
 
 
 def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
-    """Return the headers of the exception, of its cause, of the cause's cause, and so on."""
     nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
     chain: list[ExceptionHeader] = []
     number: int | None = 0
@@ -156,7 +155,6 @@ def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
 
 
 def read_summary(plain: bytes) -> str:
-    """Return the exception's type and text."""
     first: ExceptionNode = marshal.loads(plain)["nodes"][0]
     return f"{first['qualname']}: {first['text']}" if first["text"].strip() else str(first["qualname"])
 

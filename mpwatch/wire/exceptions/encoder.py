@@ -49,16 +49,13 @@ class ExceptionEncoder:
         self.nodes = [_encode_node(exception, index) for exception in self._errors]
 
     def plain(self) -> bytes:
-        """Encode the message "plain"."""
         sources = source_lines.collect_for_files({frame["file"] for node in self.nodes for frame in node["frames"]})
         return marshal.dumps({"nodes": self.nodes, "traceback": _format_traceback(self._errors[0]), "sources": sources})
 
     def details(self) -> bytes:
-        """Encode the message "details"."""
         return marshal.dumps([_pickle(error, node) for error, node in zip(self._errors, self.nodes, strict=True)])
 
     def locals(self) -> bytes:
-        """Encode the message "locals"."""
         from mpwatch.wire.exceptions.local_variables import format_local_variables
 
         return marshal.dumps(format_local_variables(get_builtin_attribute(error, "__traceback__") for error in self._errors))

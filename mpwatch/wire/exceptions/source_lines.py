@@ -22,7 +22,6 @@ MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or o
 
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the sources that `linecache` has for these file names, except for files that exist on disk."""
     found: dict[str, str] = {}
     for name in names:
         if name != COMMAND and not os.path.exists(name):
@@ -38,7 +37,6 @@ def collect_for_files(names: Iterable[str]) -> dict[str, str]:
 
 
 def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
-    """Return the sources of these code objects, except sources that are in files."""
     all_code = list(codes)
     found = collect_for_files({code.co_filename for code in all_code})
     on_stdin = [code for code in all_code if code.co_filename == STDIN]

@@ -24,7 +24,6 @@ CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_su
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
-    """Return the frames of a traceback, from the outermost to the innermost, as values that marshal can write."""
     frames = []
     while trace is not None:
         frames.append(_read_frame(trace))
@@ -64,7 +63,6 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
 
 
 def build_traceback(frames: list[Frame]) -> TracebackType | None:
-    """Return a traceback with these frames."""
     from tblib import Traceback
 
     from mpwatch.wire.exceptions.carets import add_carets

@@ -33,8 +33,6 @@ MAX_INLINE_SIZE = 7 << 10
 
 
 class Call:
-    """A function call for a rank."""
-
     __slots__ = ("args", "backend", "backend_timeout", "fn", "kwargs", "parts", "process_group_version")
 
     def __init__(
@@ -72,7 +70,6 @@ class Payload(Packed):
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that a rank needs to load the call."""
         return [*([] if self.file is None else [self.file.fileno()]), *self._duplicates]
 
     def duplicate_fd(self, fd: int) -> int:

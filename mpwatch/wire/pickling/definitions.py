@@ -51,7 +51,6 @@ class Loaded:
 
 
 def get_id(thing: Any) -> str | None:
-    """Return the id of a definition, or None if it cannot have one."""
     try:
         if thing not in _ids:
             import uuid
@@ -110,7 +109,6 @@ def fill_function(fn: FunctionType, state: Any) -> None:
 
 
 def make_code(args: Any, sources: dict[str, str]) -> CodeType:
-    """Make code. `sources` has its file if this is on no disk, such as a notebook cell."""
     if sources:
         from mpwatch.wire.exceptions import source_lines
 

@@ -33,7 +33,6 @@ pickle.loads(data)
 
 
 def describe(modules: Iterable[str]) -> dict[str, Any]:
-    """Describe `__main__`, and those of these modules that only this process finds."""
     main: Any = sys.modules["__main__"]
     about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
     spec = getattr(main, "__spec__", None)

@@ -49,7 +49,6 @@ class Packed:
         self._numbers: list[int] = []  # of the buffers of the pickle that is written now
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write bytes into the pickle. Raises OSError."""
         self._size += len(data)
         if self.file is None and len(self._small) + len(data) <= self._limit:
             self._small += data
@@ -72,7 +71,6 @@ class Packed:
         self._numbers = []
 
     def finish(self) -> Self:
-        """Write the buffers and the index. Raises OSError."""
         index = marshal.dumps((self._pickles, [self._write_buffer(buffer) for buffer in self._buffers]))
         end = index + TRAILER.pack(len(index), len(self._buffers))
         self._buffers.clear()
@@ -84,11 +82,9 @@ class Packed:
 
     @property
     def size(self) -> int:
-        """The size in bytes."""
         return len(self.body) if self.file is None else os.fstat(self.file.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file, and release the buffers."""
         if self.file is not None:
             self.file.close()
         self._buffers.clear()

@@ -39,7 +39,6 @@ def pack(value: Any) -> Packed:
 
 @cache
 def pack_none() -> bytes:
-    """Return the body of the packed value None."""
     return _pack(None, _make_plain_pickler).body
 
 
