@@ -34,19 +34,21 @@ from itertools import dropwhile
 from typing import Any
 
 import mpwatch
+from mpwatch.cluster.attempts import JobAttempts
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec, run_node
 from mpwatch.cluster.queue_wait import QueueWait
-from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.signed_connection import SignedConnection, shut_down
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
-from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
+from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted, Restarting
+from mpwatch.nodes.coordinator import Decided
+from mpwatch.nodes.messages import NextStep
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import summarize_exception
+from mpwatch.results.failure import add_summary, summarize_exception
 from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -152,6 +154,8 @@ class Driver:
         self._nodes: dict[int, _Node] = {}
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
+        self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
+        self._not_restarted = ""  # why the loss of all nodes has ended the job
         self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
         self._waits_for_more = False
         self._begins_early = False
@@ -179,7 +183,7 @@ class Driver:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._server = node_spec, spec.rendezvous, server
         self._end_seconds = spec.grace_period + END_SECONDS
-        self._restarts = JobRestarts(spec.policy, spec.rendezvous.run_id)
+        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
         self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
         self._wait_for_room(self._begin_queue_wait())
         for _ in range(self._rendezvous.max_nodes):
@@ -247,8 +251,7 @@ class Driver:
         A node that has not connected does not delay the end of the job.
         """
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
-        is_ending = self._is_stopping or self._has_outcome()
-        return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
+        return self._is_given_up or (self._is_ending() and all(node.is_over for node in nodes))
 
     def _handle_deadline(self) -> None:
         if self._is_stopping:
@@ -258,13 +261,17 @@ class Driver:
         elif self._has_outcome():
             self._stop_nodes()
         elif self._losses:
-            self._restarts.not_restarted = f"no new node has begun within {self._queue_timeout:g} s (queue_timeout)"
+            self._not_restarted = f"no new node has begun within {self._queue_timeout:g} s (queue_timeout)"
             self._stop_nodes()
         else:
             assert self._queue_wait is not None
             raise self._queue_wait.make_error(self._describe_queue())
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
+        if kind == "decided":
+            self._decided = content
+            self._handle_lost_job()
+            return
         node = self._nodes[number]
         if kind == "hello":
             node.hostname, node.connection = content
@@ -352,12 +359,11 @@ class Driver:
             shut_down(node.connection)  # this ends a node that the engine has lost although it is alive
         self._view.drop(node.number)
         self._losses += node.make_failures(_summarize(error))
-        if self._is_stopping or self._has_outcome():
+        if self._is_ending():
             return
         if node.has_joined:
-            if not self._count_running() and not self._restart():
-                self._stop_nodes()
-                return
+            self._early_losses = 0
+            self._handle_lost_job()
         else:
             self._early_losses += 1
             if self._early_losses >= MAX_EARLY_LOSSES:
@@ -369,23 +375,44 @@ class Driver:
                     self._stop_nodes()
                     return
                 raise node.outcome from error
+        if self._is_ending():
+            return
         self._start_node()
         if self._queue_wait is None and not any(other.has_begun and not other.is_over for other in self._nodes.values()):
             self._begin_queue_wait()
 
-    def _restart(self) -> bool:
-        """After the loss of all nodes, let new nodes restart the ranks. Return False if no restart is allowed."""
-        restart = self._restarts.lose_all(self._losses, time.time(), monotonic())
-        if restart is None:
-            return False
-        history, event = restart
-        self._server.continue_with(history)
-        self._are_meeting = True
-        self._early_losses = 0
+    def _handle_lost_job(self) -> None:
+        """When all nodes are lost and the coordinator has decided, end the job or go on with others."""
+        decided = self._decided
+        if decided is None or not self._losses or self._count_running() or self._is_ending():
+            return
+        decision, now, causes = decided.decision, time.time(), {loss.rank: add_summary(loss) for loss in self._losses}
+        cause = causes[self._losses[0].rank]
+        ranks = self._attempts.end(now, cause, causes)
+        if decision.next_step in (NextStep.DONE, NextStep.FAILED):
+            reason = decision.no_restart_reason if decided.is_without_nodes else "the ranks had ended before that"
+            self._not_restarted = reason if self._may_restart else ""
+            self._stop_nodes()
+            return
+        self._decided, self._are_meeting = None, True
+        event = Restarting(
+            time=now,
+            monotonic=monotonic(),
+            run_id=self._rendezvous.run_id,
+            ranks=ranks,
+            attempt=decision.attempt,
+            cause=cause,
+            delay=0.0,
+            restarts_left=decision.restarts_left,
+            is_counted=decision.is_restart_counted,
+        )
         with suppress(*USER_ERRORS):
             LogEvents()(event)
+        self._attempts.handle_event(event)
         self._call_observers(event)
-        return True
+
+    def _is_ending(self) -> bool:
+        return self._is_stopping or self._has_outcome()
 
     def _has_outcome(self) -> bool:
         return any(node.outcome is not None and not node.is_lost for node in self._nodes.values())
@@ -437,13 +464,13 @@ class Driver:
         has_ranks = any(result.workers for result in results)
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
-                reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._restarts.not_restarted
-                result = self._restarts.complete(make_lost_result(self._losses))
+                reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._not_restarted
+                result = self._attempts.complete(make_lost_result(self._losses))
                 return replace(result, notes=make_restart_notes(reason, result.attempts))
             for error in (*errors, *late_errors):
                 raise error
         if results:
-            return self._restarts.complete(add_losses(merge_results(results), self._losses))
+            return self._attempts.complete(add_losses(merge_results(results), self._losses))
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -467,7 +494,7 @@ class Driver:
                 self._server.expect_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
-        self._restarts.handle_event(event)
+        self._attempts.handle_event(event)
         self._call_observers(event)
 
     def _call_observers(self, event: Event) -> None:

@@ -1,12 +1,10 @@
 """`run` runs a job on a cluster: it checks the options, makes the server and the driver, and returns the result."""
 
-import logging
 import secrets
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar, Unpack
 
 import mpwatch
@@ -22,7 +20,6 @@ from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, 
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import format_report
-from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.reducers import pack_by_value
@@ -142,7 +139,9 @@ def run(
         call = _pack_call(spec, options)
         view = stack.enter_context(closing(JobView(progress)))
         links = stack.enter_context(closing(NodeLinks(engine.address, key, view.put)))
-        server = stack.enter_context(closing(JobServer(engine.address, spec, partial(log_now, logging.WARNING, "%s"))))
+        server = stack.enter_context(
+            closing(JobServer(engine.address, spec, lambda decided: links.messages.put(("decided", 0, decided))))
+        )
         node_spec = NodeSpec(
             number=0,
             driver=links.address,

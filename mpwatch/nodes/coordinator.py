@@ -1,6 +1,6 @@
 """The decisions for the whole job: who takes part, when attempts start and stop, and what comes next. Pure.
 
-    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, Refuse, Dismiss, LogWarning
+    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, Close, LogWarning, Decided
 
     JOINING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
        ^           ^                       |   |
@@ -40,6 +40,7 @@ from mpwatch.nodes.job_decision import AttemptSummary, decide_next_step, describ
 from mpwatch.nodes.job_verdict import NodeCollectives, find_job_verdicts, format_job_stall, read_records
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
+    AttemptDecision,
     AttemptFailing,
     AttemptReport,
     Dismissed,
@@ -98,7 +99,15 @@ class LogWarning:
     text: str
 
 
-CoordinatorAction = Send | Close | LogWarning
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The job is over, or goes on although all nodes of the attempt are lost. For a program that starts nodes."""
+
+    decision: AttemptDecision
+    is_without_nodes: bool
+
+
+CoordinatorAction = Send | Close | LogWarning | Decided
 
 
 @dataclass(slots=True, eq=False)
@@ -217,11 +226,6 @@ class Coordinator:
         """Begin as soon as so many nodes have joined."""
         self._expected_nodes = min(count, self._max_nodes)
         return self._begin_if_complete(now) if self.stage is JobStage.JOINING else []
-
-    def continue_with(self, history: RestartHistory) -> None:
-        """All nodes were lost, but other ones will come."""
-        self._history, self.stage, self._begin_at = history, JobStage.JOINING, math.inf
-        self._begin_attempt(())
 
     def lose(self, number: int, reason: str, now: float) -> list[CoordinatorAction]:
         """The connection of a node has ended, or the node is silent or leaves."""
@@ -452,6 +456,8 @@ class Coordinator:
         decision = decide_next_step(self._summarize_attempt(), self._policy, self._rng)
         self._history, self._deadline = decision.history, math.inf
         actions = self._broadcast(decision)
+        if not self._active or decision.next_step in (NextStep.DONE, NextStep.FAILED):
+            actions.append(Decided(decision, not self._active))
         if decision.next_step is NextStep.RESTART:
             self._begin_attempt(self._round, decision.delay)
             return actions + self._start_attempt()

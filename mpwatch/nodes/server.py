@@ -17,7 +17,7 @@ from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.coordinator import Close, Coordinator, CoordinatorAction, LogWarning, Send
+from mpwatch.nodes.coordinator import Close, Coordinator, CoordinatorAction, Decided, LogWarning, Send
 from mpwatch.nodes.frames import MAX_BYTES, Connection
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import Beat, Message, MessageToCoordinator, MessageToNode, NodeInfo
@@ -63,10 +63,10 @@ class Server:
         secret: bytes,
         node_timeout: float,
         log_warning: Callable[[str], object],
-        keeps_open: bool = False,
+        on_decision: Callable[[Decided], object] | None = None,
     ) -> None:
         self._listener, self.coordinator, self._secret = listener, coordinator, secret
-        self._node_timeout, self._log_warning, self._keeps_open = node_timeout, log_warning, keeps_open
+        self._node_timeout, self._log_warning, self._on_decision = node_timeout, log_warning, on_decision
         self.address = listener.getsockname()
         self._peers: dict[int, _Peer] = {}
         self._numbers = 0
@@ -136,7 +136,7 @@ class Server:
                 self._execute(self.coordinator.handle_deadline(now))
 
     def _is_over(self) -> bool:
-        is_done = self.coordinator.is_finished and not self._keeps_open
+        is_done = self.coordinator.is_finished and self._on_decision is None
         return self._is_closing or (is_done and not any(peer.connection.has_unsent for peer in self._peers.values()))
 
     def _shift(self, seconds: float) -> None:
@@ -208,6 +208,9 @@ class Server:
         for action in actions:
             if isinstance(action, LogWarning):
                 self._log_warning(action.text)
+            elif isinstance(action, Decided):
+                if self._on_decision is not None:
+                    self._on_decision(action)
             elif (peer := self._peers.get(action.node)) is None:
                 continue
             elif isinstance(action, Send):

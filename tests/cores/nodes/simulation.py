@@ -268,7 +268,7 @@ class SimulatedJob:
 
     def act(self, actions):
         for action in actions:
-            if isinstance(action, coordinator.LogWarning):
+            if isinstance(action, coordinator.LogWarning | coordinator.Decided):
                 continue
             self.messages += 1
             node, message = self._connections[action.node], action.message

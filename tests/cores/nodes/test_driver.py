@@ -1,4 +1,4 @@
-"""What the driver of a job on a cluster decides by itself: restarts when all nodes are lost, waits, results, connections."""
+"""What the driver of a job on a cluster does by itself: attempts of lost nodes, results, connections."""
 
 import os
 from multiprocessing import AuthenticationError
@@ -7,78 +7,41 @@ from multiprocessing.connection import Client
 import pytest
 
 import mpwatch
+from mpwatch.cluster.attempts import JobAttempts
 from mpwatch.cluster.links import NodeLinks
-from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import merge_results
 from mpwatch.cluster.signed_connection import SignedConnection
-from mpwatch.events import RendezvousCompleted, Restarting, RunEnded, Stopping
-from mpwatch.nodes.messages import RestartHistory
+from mpwatch.events import RendezvousCompleted, Restarting
 
 BASE = {"monotonic": 0.0, "run_id": "job", "ranks": (0,)}
 OF_ROUND = {"group_world_size": 2, "world_size": 2, "role_rank": 0, "role_world_size": 2, "master_port": 1}
-ENDED = {**BASE, "time": 1.0, "elapsed": 1.0, "restarts": 0, "reason": ""}
 LOSS = mpwatch.ProcessFailure(
     rank=1, local_rank=0, pid=None, hostname="host1", group_rank=1, kind=mpwatch.FailureKind.LOST, exit_code=1
 )
 
 
-class DrivenJob(JobRestarts):
-    """A job of two nodes, each of which publishes all events."""
+def test_the_attempts_of_lost_nodes_are_kept():
+    job = JobAttempts()
 
-    def __init__(self, max_restarts):
-        super().__init__(mpwatch.RestartPolicy(max_restarts), "job")
-
-    def start(self, attempt):
+    def start(attempt):
         facts = {"time": 10.0 * attempt, "attempt": attempt, "job": "job", "master_addr": "host0"}
-        for node in range(2):
-            self.handle_event(RendezvousCompleted(**BASE, **OF_ROUND, **facts, group_rank=node))
+        for node in range(2):  # each node publishes all events
+            job.handle_event(RendezvousCompleted(**BASE, **OF_ROUND, **facts, group_rank=node))
 
-    def restart(self, attempt, restarts_left, **facts):
-        known = {"time": 10.0 * attempt + 5, "attempt": attempt, "cause": None, "delay": 0}
+    def restart(attempt):
+        known = {"time": 10.0 * attempt + 5, "attempt": attempt, "cause": None, "delay": 0, "restarts_left": 1}
         for _ in range(2):
-            self.handle_event(Restarting(**BASE, **known, restarts_left=restarts_left, **facts))
+            job.handle_event(Restarting(**BASE, **known))
 
-    def lose_nodes(self):
-        return self.lose_all([LOSS], 100.0, 100.0)
-
-
-def test_new_nodes_go_on_with_the_history_of_the_lost_ones():
-    job = DrivenJob(3)
-    job.start(0)
-    job.restart(0, restarts_left=2)
-    job.start(1)
-    history, event = job.lose_nodes()
-    assert history == RestartHistory(attempts=2, restarts_used=2)
-    assert (event.attempt, event.restarts_left, event.cause.rank, event.ranks) == (1, 1, 1, (0, 1))
+    start(0)
+    restart(0)
+    start(1)
+    assert job.end(100.0, LOSS, {1: LOSS}) == (0, 1)
+    restart(1)
     last = mpwatch.Attempt(number=2, ranks=(0, 1), started_at=0.0, elapsed=1.0, state=mpwatch.WorkerState.SUCCEEDED)
     result = job.complete(mpwatch.RunResult(state=mpwatch.WorkerState.SUCCEEDED, attempts=(last,)))
     assert [attempt.name for attempt in result.attempts] == ["first start, 5.0 s", "restart 1, 90.0 s", "restart 2, 1.0 s"]
-
-
-@pytest.mark.parametrize(
-    ("max_restarts", "event", "reason"),
-    [
-        (0, None, ""),
-        (3, Stopping(**BASE, time=1.0, stop_cause="SIGUSR2", after_step=7), "a stop was requested (SIGUSR2)"),
-        (3, RunEnded(**ENDED, state=mpwatch.WorkerState.SUCCEEDED), "the ranks had ended before that"),
-    ],
-)
-def test_a_job_is_not_restarted(max_restarts, event, reason):
-    job = DrivenJob(max_restarts)
-    job.start(0)
-    job.handle_event(event)
-    assert job.lose_nodes() is None
-    assert job.not_restarted == reason
-
-
-def test_restarts_are_limited_and_a_node_that_could_not_join_does_not_end_the_job():
-    job = DrivenJob(1)
-    job.start(0)
-    job.handle_event(RunEnded(**ENDED | {"ranks": ()}, state=mpwatch.WorkerState.FAILED))
-    assert job.lose_nodes() is not None
-    job.start(1)
-    assert job.lose_nodes() is None
-    assert job.not_restarted == "all restarts are used up (max_restarts=1)"
+    assert result.attempts[1].root_cause is LOSS
 
 
 def test_the_reason_is_that_of_a_node_that_the_driver_has_not_stopped():
