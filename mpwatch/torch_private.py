@@ -102,21 +102,6 @@ def get_group_name(group: Any) -> str:
     return get_group_names().get(module._world.default_pg if group is None else group, "")
 
 
-def describe_world() -> tuple[str, int]:
-    """Return a text that names the store of the default process group, and the rank of this process. It is the same in all
-    its processes.
-
-    `_world.pg_map` and `underlying_store` are in torch 2.4, 2.6, 2.9 and 2.13. Without them, two default groups in one run
-    can be confused.
-    """
-    module = import_module("torch.distributed.distributed_c10d")
-    group = module._world.default_pg
-    store = module._world.pg_map.get(group, ("", None))[1]
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return str(getattr(store, "port", getattr(store, "path", ""))), group.rank()
-
-
 def is_of_torch(code: CodeType) -> bool:
     """Whether `code` can wait in a collective. Not code of torch.utils, such as that of a DataLoader."""
     folder = os.path.dirname(torch.__file__) + os.sep

@@ -18,10 +18,8 @@ class RankCollectives:
     """The line of the user's code in which the main thread was. It is empty if it is not known."""
     has_all: bool = True
     """Whether these are all collectives that the rank has called. It is False if the oldest ones are missing."""
-    world: str = ""
-    """The name of the default process group that the rank has made last. Ranks of another world have another name."""
-    rank_in_world: int | None = None
-    """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
+    torch_rank: int | None = None
+    """The rank in torch's default process group, or None if there was none. It can differ from mpwatch's rank."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
@@ -41,8 +39,7 @@ class RankCollectives:
         return cls(
             place=str(data["place"]),
             has_all=bool(data["has_all"]),
-            world=str(data["world"]),
-            rank_in_world=None if data["rank_in_world"] is None else int(data["rank_in_world"]),
+            torch_rank=None if data["torch_rank"] is None else int(data["torch_rank"]),
             collectives=collectives,
         )
 

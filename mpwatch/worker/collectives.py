@@ -26,7 +26,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -87,8 +86,7 @@ class _Group:
 
 _has_started = False
 _groups: dict[str, _Group] = {}  # all groups that were made in the present world, even destroyed ones, by torch's name
-_world: tuple[str, int | None] = "", None  # the name of the present world, and the rank in it
-_worlds: Counter[str] = Counter()  # how many worlds this process has had with the same store
+_torch_rank: int | None = None  # in the default process group made last
 _requests: socket.socket | None = None
 _lock = threading.Lock()  # held by the thread that takes and answers a request
 
@@ -117,13 +115,10 @@ def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[.
 
 
 def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
-    global _world
+    global _torch_rank
     names = torch_private.get_group_names()
     if names and not known:
-        _groups.clear()
-        store, rank = torch_private.describe_world()
-        _worlds[store] += 1
-        _world = f"{store} {_worlds[store]}", rank
+        _torch_rank = sys.modules["torch.distributed"].get_rank()
     details = torch_private.get_process_groups()
     for name in (names[group] for group in names.keys() - known):
         number = _groups[name].number + 1 if name in _groups else 1
@@ -217,13 +212,11 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
     place = _format_user_place(frames)
     if (index := _find_call_of_main_thread(selected, found, frames)) is not None:
         found[index] = replace(_add_arguments(found[index], frames), place=place)
-    world, rank = _world
     return RankCollectives(
         collectives=tuple(found),
         place=place,
         has_all=len(selected) == len(entries) and not _has_lost_records(recorded),
-        world=world,
-        rank_in_world=rank,
+        torch_rank=_torch_rank,
     )
 
 

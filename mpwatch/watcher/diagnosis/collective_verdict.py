@@ -50,9 +50,8 @@ class Group(NamedTuple):
 
     name: str
     backend: str
-    ranks: tuple[int, ...]  # the global ranks of torch in the world of the process group
-    number: int = 1  # the number of this process group among those with the same name in its world
-    world: str = ""
+    ranks: tuple[int, ...]
+    number: int = 1  # the number of this process group among those with the same name
 
 
 Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
@@ -110,18 +109,6 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
-def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
-    """Return, for each torch world, mpwatch's rank numbers by torch's."""
-    worlds: dict[str, dict[int, int]] = {}
-    ambiguous = set()
-    for rank, answer in answers.items():
-        if answer.rank_in_world is not None:
-            members = worlds.setdefault(answer.world, {})
-            if members.setdefault(answer.rank_in_world, rank) != rank:
-                ambiguous.add(answer.world)
-    return {world: members for world, members in worlds.items() if world not in ambiguous}
-
-
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
     """Return the verdicts to log, and add their findings to `warned`. One warning is enough for the same ranks."""
     stalls = list(stalls)
@@ -174,32 +161,32 @@ class _Slot:
 
 
 class _Calls:
-    """The collectives of all ranks, sorted by process groups and numbers."""
+    """The collectives of all ranks, sorted by process groups and numbers. None if torch numbers the ranks otherwise."""
 
     def __init__(self, answers: Mapping[int, RankCollectives]) -> None:
         self.by_rank: dict[int, dict[_Slot, Collective]] = {}  # oldest first
-        self._worlds = _find_members(answers)
+        self._known = {rank for rank, answer in answers.items() if answer.torch_rank == rank}
         self._by_group: dict[Group, _Members] = {}
         self._by_id: dict[tuple[object, ...], _Members] = {}  # the answers keep the tuples of ranks alive
-        for rank in sorted(answers):
-            if answers[rank].world in self._worlds:
+        if all(answer.torch_rank in (None, rank) for rank, answer in answers.items()):
+            for rank in sorted(self._known):
                 self._add(rank, answers[rank])
 
     def _add(self, rank: int, answer: RankCollectives) -> None:
         own = self.by_rank[rank] = {}
         for call in answer.collectives:
             if call.ranks and call.name not in POINT_TO_POINT:
-                members = self._get_members(call, answer.world)
+                members = self._get_members(call)
                 slot = members.get_slot(call.sequence)
                 own.pop(slot, None)
                 own[slot] = slot.called[rank] = call
                 members.last_numbers[rank] = max(call.sequence, members.last_numbers.get(rank, 0))
 
-    def _get_members(self, call: Collective, world: str) -> _Members:
-        by_id = call.group, call.backend, id(call.ranks), call.group_number, world
+    def _get_members(self, call: Collective) -> _Members:
+        by_id = call.group, call.backend, id(call.ranks), call.group_number
         if by_id not in self._by_id:
-            group, known = Group(call.group, call.backend, call.ranks, call.group_number, world), self._worlds[world]
-            members = _Members(group, [known[rank] for rank in call.ranks if rank in known])
+            group = Group(call.group, call.backend, call.ranks, call.group_number)
+            members = _Members(group, [rank for rank in call.ranks if rank in self._known])
             self._by_id[by_id] = self._by_group.setdefault(group, members)
         return self._by_id[by_id]
 

@@ -86,4 +86,4 @@ def waiting(name, sequence, *shape, **more):
 
 
 def answer(rank, *calls, **more):
-    return RankCollectives(collectives=calls, **{"rank_in_world": rank, **more})
+    return RankCollectives(collectives=calls, **{"torch_rank": rank, **more})

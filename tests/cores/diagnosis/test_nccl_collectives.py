@@ -50,7 +50,7 @@ def answer(monkeypatch):
     def answer(*entries, rank=0):
         monkeypatch.setattr(torch_private, "read_flight_recorder", lambda: list(entries))
         monkeypatch.setattr(collectives, "_groups", GROUPS)
-        monkeypatch.setattr(collectives, "_world", ("29500 1", rank))
+        monkeypatch.setattr(collectives, "_torch_rank", rank)
         return describe_rank()
 
     return answer

@@ -196,7 +196,7 @@ def make_call(name, sequence=1, *, elements=16, is_over=False, world=3):
 
 
 def make_record(rank, *call, has_returned=False, **details):
-    answer = RankCollectives(collectives=(make_call(*call, **details),), rank_in_world=rank)
+    answer = RankCollectives(collectives=(make_call(*call, **details),), torch_rank=rank)
     return RankRecord(rank, has_returned, answer.to_json(), 100 + rank)
 
 
