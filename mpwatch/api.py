@@ -19,7 +19,7 @@ from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import CallOptions, Debug, Env, Nprocs, Observers, ProgressObservers, RunOptions, WorkerSpec
 from mpwatch.options.stop_policy import StopPolicy
-from mpwatch.options.validation import check_flag
+from mpwatch.options.validation import check_flag, refuse_unknown
 from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.host_check import check_host
@@ -174,6 +174,7 @@ def _make_spec(
     if not isinstance(fn, WorkerSpec):
         if nprocs is None:
             raise TypeError(f"{function}() needs nprocs: a number of ranks, 'gpu', 'cpu' or 'auto'")
+        refuse_unknown(function, options, CallOptions.__annotations__)
         return WorkerSpec(fn=fn, nprocs=nprocs, **options)
     if nprocs is not None or options:
         names = ", ".join([*(["nprocs"] if nprocs is not None else []), *options])
@@ -185,7 +186,7 @@ def _make_spec(
 
 def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
-    check_host()
+    check_host(spec.nprocs)
     make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)
@@ -228,7 +229,7 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
 
     __tracebackhide__ = True
     refuse_signals(spec)
-    check_host()
+    check_host(spec.nprocs)
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)

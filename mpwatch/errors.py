@@ -67,6 +67,10 @@ class RunFailedError(MpwatchError):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.result.verdict!r})"
 
+    def to_json(self) -> str:
+        """Return `result.to_json()`."""
+        return self.result.to_json()
+
     def _render_traceback_(self) -> list[str]:
         """The traceback for IPython, without the frames of mpwatch and of the rank, which are in that of `__cause__`."""
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(

@@ -15,7 +15,7 @@ from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
 from mpwatch.options.per_rank import check_ranks, spread_per_rank
 from mpwatch.options.spec import GroupOptions, Nprocs, PersistentGroupSpec, check_call
-from mpwatch.options.validation import check_flag, check_seconds
+from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
@@ -84,8 +84,9 @@ class WorkerGroup:
     ) -> None:
         check_flag("check", check)
         self._check = check
+        refuse_unknown("WorkerGroup", options, GroupOptions.__annotations__)
         self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
-        check_host()
+        check_host(self._spec.nprocs)
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
         self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over

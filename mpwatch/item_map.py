@@ -34,7 +34,7 @@ from mpwatch.live_view.item_view import ItemView
 from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
-from mpwatch.options.validation import check_count, check_flag, check_word
+from mpwatch.options.validation import check_count, check_flag, check_word, refuse_unknown
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
 from mpwatch.results.item_failure import ItemFailure, name_item
@@ -209,9 +209,9 @@ def map(
         chunksize = check_count("chunksize", chunksize, at_least=1)
     if buffersize is not None:
         buffersize = check_count("buffersize", buffersize, at_least=1)
-    for name in options.keys() - SharedOptions.__annotations__.keys():
-        reason = f": {NO_OPTIONS[name]}" if name in NO_OPTIONS else ""
-        raise TypeError(f"map() has no option {name!r}{reason}")
+    for name in options.keys() & NO_OPTIONS.keys():
+        raise TypeError(f"map() has no option {name!r}: {NO_OPTIONS[name]}")
+    refuse_unknown("map", options, MapOptions.__annotations__)
     check_word("debug", options.get("debug"), ("locals",))
     spec = PersistentGroupSpec(nprocs=nprocs, scope="worker", **options)  # checks the values
     options["on_event"], options["on_progress"] = spec.observers, spec.progress_observers  # they may be iterators
@@ -321,6 +321,7 @@ class ItemMap:
         self._end_signals: EndSignals
 
     def run_in_order(self) -> Generator[Any, None, None]:
+        __tracebackhide__ = True
         waiting: dict[int, Any] = {}
         with closing(self.run()) as outcomes:
             for index, outcome in outcomes:
@@ -331,6 +332,7 @@ class ItemMap:
 
     def run(self) -> Generator[IndexedValue, None, None]:
         """Yield the index of each item with its value or ItemFailure, in the order in which they arrive."""
+        __tracebackhide__ = True
         try:
             yield from self._run()
             return
@@ -343,6 +345,7 @@ class ItemMap:
         raise make_error(result)  # the program has set a handler meanwhile
 
     def _run(self) -> Generator[IndexedValue, None, None]:
+        __tracebackhide__ = True
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, **self._options))
             # A fork of this program may close it, which changes nothing here. It would with epoll.
@@ -431,6 +434,7 @@ class ItemMap:
 
     def _receive(self) -> list[IndexedValue]:
         """Wait until a value arrives or a call of `serve_items` ends, and return the new outcomes."""
+        __tracebackhide__ = True
         outcomes, self._early = self._early, []
         self._update_view()
         due_at, now = self._queue.due_at, monotonic()
@@ -459,6 +463,7 @@ class ItemMap:
             self._view.close(self._done_count, self._failed_count)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
+        __tracebackhide__ = True
         outcomes = []
         while feed.channel is not None:
             try:
@@ -487,6 +492,7 @@ class ItemMap:
         return outcomes
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
+        __tracebackhide__ = True
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -504,6 +510,7 @@ class ItemMap:
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Let an item fail, although no call has failed, for example because its value cannot be unpickled."""
+        __tracebackhide__ = True
         worker = self._group.workers[feed.rank]
         elapsed = monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
@@ -523,6 +530,7 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: RunHandle[None]) -> list[IndexedValue]:
+        __tracebackhide__ = True
         outcomes = self._read(feed)
         tasks = feed.take_back()
         # If a rank dies while it unpickles several items, any of them may be to blame. They are sent again one by one.
@@ -551,6 +559,7 @@ class ItemMap:
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
         """Return the item's failure, or nothing if it will be tried again. Can raise ItemFailedError."""
+        __tracebackhide__ = True
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, monotonic())
         text = _format_item(task.item)

@@ -14,6 +14,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
+from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher import program_end
@@ -171,6 +172,17 @@ class RunHandle(Future[RunResult[T]]):
         call = self._call
         workers = () if call is None else call.watcher.workers
         return tuple(self._select({worker.rank: worker for worker in workers}).values())
+
+    def __repr__(self) -> str:
+        return f"<RunHandle {self.state.name}: {format_count(len(self.workers), 'rank')}>"
+
+    def _repr_html_(self) -> str:
+        from mpwatch.results.html import make_table
+
+        if (result := self._get_result()) is not None:
+            return result._repr_html_()
+        steps = [(f"rank {rank}", f"step {report.step}") for rank, report in self.progress().items()]
+        return make_table(repr(self)[1:-1], steps)
 
     def __enter__(self) -> Self:
         return self

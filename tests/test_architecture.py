@@ -22,7 +22,7 @@ LAYERS = {
     "guardian": set(),
     "torch_private": set(),
     "wire": {"os_support", "torch_private"},
-    "data": {"os_support", "wire"},
+    "data": {"version", "os_support", "wire"},
     "watcher": {"os_support", "wire", "data"},
     "live_view": {"data"},
     "nodes": {"version", "os_support", "wire", "data", "watcher", "live_view"},

@@ -269,9 +269,9 @@ def local_user(thing):
         (local_user([1, {"a": lock}]), (), {}, r"fn '.*train' closes over 'thing'\[1\]\['a'\], a _thread.lock"),
         (functools.partial(print, lock), (), {}, r"fn 'print'.args\[0\], a _thread.lock"),
         (Holder(lock).method, (), {}, "fn 'Holder.method', a method of Holder: self.thing, a _thread.lock"),
-        (print, (1, Holder(lock)), {}, r"args\[1\].thing, a _thread.lock"),
-        (dict, (), {"cfg": {"x": (lock,)}}, r"kwargs\['cfg'\]\['x'\]\[0\], a _thread.lock"),
-        (print, ((n for n in ()),), {}, r"args\[0\], a builtins.generator"),
+        (print, (1, Holder(lock)), {}, r"args\[1\].thing is a _thread.lock"),
+        (dict, (), {"cfg": {"x": (lock,)}}, r"kwargs\['cfg'\]\['x'\]\[0\] is a _thread.lock"),
+        (print, ((n for n in ()),), {}, r"args\[0\] is a builtins.generator"),
     ],
 )
 def test_the_part_that_cannot_be_sent_is_named_before_a_rank_starts(fn, args, kwargs, text):

@@ -183,7 +183,7 @@ def test_a_value_that_cannot_be_sent_or_rebuilt_fails_alone(function):
 @pytest.mark.parametrize("chunksize", [1, 3])
 def test_an_item_that_cannot_be_pickled_is_named(chunksize):
     items = [0, 1, 2, 3, threading.Lock(), 5]
-    text = r"items\[4\], a _thread.lock, which cannot be sent"
+    text = r"items\[4\] is a _thread.lock, which cannot be sent"
     with pytest.raises(LaunchError, match=f"{text} to the ranks"):
         list(mpwatch.map(fn.identity, items, 2, chunksize=chunksize))
     outcomes = list(mpwatch.map(fn.identity, items, 2, chunksize=chunksize, on_error="yield"))

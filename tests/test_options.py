@@ -9,6 +9,7 @@ import pickle
 import pydoc
 import re
 import signal
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
@@ -21,6 +22,9 @@ import pytest
 import mpwatch
 from mpwatch import FailureKind, LogSpec, Placement, Rendezvous, RestartPolicy, StopPolicy, WorkerSpec, events
 from support import functions
+
+with suppress(ImportError):
+    import torch  # noqa: F401  the check of the backend imports it, which changes copyreg
 
 
 def fn():
@@ -297,3 +301,29 @@ def test_help_describes_each_field(cls):
 def test_help_describes_each_member(cls):
     described = re.findall(r"^    (\w+): ", cleandoc(cls.__doc__), re.MULTILINE)
     assert described == [member.name for member in cls]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: mpwatch.map(print, [], 2, chunk_size=1), r"map\(\) has no option 'chunk_size'; did you mean 'chunksize'\?"),
+        (
+            lambda: mpwatch.WorkerGroup(2, graceperiod=1),
+            r"WorkerGroup\(\) has no option 'graceperiod'; did you mean 'grace_p",
+        ),
+        (lambda: mpwatch.submit(fn, 2, epochs=1), r"submit\(\) has no option 'epochs'$"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_one_that_may_be_meant(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_more_ranks_than_the_memory_can_hold_are_warned_about(caplog):
+    def refuse(worker):
+        raise LookupError("this is enough")
+
+    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8_000_000 + 1
+    with pytest.raises(LookupError):
+        mpwatch.run(fn, count, env=refuse)
+    assert re.search(rf"{count} ranks need about \d+ GB of memory .*, and \d+ GB are free", caplog.text)

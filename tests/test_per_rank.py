@@ -32,7 +32,7 @@ def test_calls_of_a_group():
             assert list(result) == [2 * number, 2 * number + 21]
         with pytest.raises(ValueError, match=r"^args\[0\] is a PerRank of 3 values, but there are 2 ranks$"):
             group.run(functions.double, (PerRank([1, 2, 3]),))
-        with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].values\[1\]\['lock'\], a .*lock, which cannot be sent"):
+        with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].values\[1\]\['lock'\] is a .*lock, which cannot be sent"):
             group.run(functions.double, (PerRank([1, {"lock": threading.Lock()}]),))
         assert list(group.run(functions.double, (1,))) == [2, 2]
 

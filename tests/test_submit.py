@@ -90,7 +90,7 @@ def test_arguments_are_checked_and_pickled_at_once():
         mpwatch.submit(3, 1)
     with pytest.raises(TypeError, match="check must be True or False"):
         mpwatch.submit(functions.rank, 1, check=1)
-    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\], a _thread.lock, which cannot be sent"):
+    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\] is a _thread.lock, which cannot be sent"):
         mpwatch.submit(functions.double, 1, args=(threading.Lock(),))
 
 

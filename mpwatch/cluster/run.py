@@ -17,7 +17,7 @@ from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.options.rendezvous import as_node_range
 from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
-from mpwatch.options.validation import check_flag, check_seconds
+from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import format_report
 from mpwatch.watcher.run import pack_spec
@@ -107,6 +107,7 @@ def run(
             check_seconds("queue_timeout", queue_timeout, at_least="more than 0")
         if "rendezvous" in options:
             raise TypeError("a job on a cluster has no option 'rendezvous': the engine makes it")
+        refuse_unknown("run", options, JobOptions.__annotations__)
         key = secrets.token_bytes(16)
         rendezvous: dict[str, Any] = {
             "run_id": secrets.token_hex(4),

@@ -71,6 +71,7 @@ class RunStarted(Event):
         nprocs: number of ranks that this node starts.
         max_restarts: the number of restarts that the option `max_restarts` allows.
         hostname: name of this machine.
+        options: the options that differ from the defaults, as a text. `env` is left out.
     """
 
     fn: str
@@ -78,6 +79,7 @@ class RunStarted(Event):
     nprocs: int
     max_restarts: int
     hostname: str
+    options: str = ""
     log_level = INFO
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ The docstring of `mpwatch.run` explains each option. ARCHITECTURE.md says how to
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
@@ -272,6 +272,14 @@ class WorkerSpec(GroupSpec, Generic[T]):
     def fn_name(self) -> str:
         """The name of the function, for messages."""
         return name_of(self.fn)
+
+
+def describe_options(spec: GroupSpec) -> str:
+    """Return the options that differ from the defaults, such as `timeout=60.0`. `env` may be secret."""
+    default, hidden = GroupSpec(nprocs=1), ("nprocs", "progress", "on_event", "on_progress")
+    names = [each.name for each in fields(GroupSpec) if each.init and each.repr and each.name not in hidden]
+    changed = [name for name in names if getattr(spec, name) != getattr(default, name)]
+    return ", ".join(f"{name}={getattr(spec, name)!r:.200}" for name in changed)
 
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:

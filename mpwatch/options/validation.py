@@ -34,6 +34,17 @@ def is_port(text: str) -> bool:
     return text.isdecimal() and 0 < int(text) <= MAX_PORT
 
 
+def refuse_unknown(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for the first unknown option, with the known one that is most like it."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            import difflib  # on use, since it is needed in an error only
+
+            close = difflib.get_close_matches(name, known, 1)
+            raise TypeError(f"{function}() has no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")

@@ -1,7 +1,4 @@
-"""Counts the CPUs that this process is allowed to use, and finds out whether the machine possibly has a GPU.
-
-This module runs in the watcher.
-"""
+"""What this machine has: CPUs that this process is allowed to use, memory, and perhaps GPUs."""
 
 import sys
 from glob import glob
@@ -21,3 +18,12 @@ def count_usable_cpus() -> int:
 
 def may_have_gpus() -> bool:
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)
+
+
+def read_available_memory() -> int | None:
+    """Return how many bytes new processes can use on this machine, or None if there is no /proc/meminfo (see proc(5))."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None

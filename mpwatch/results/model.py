@@ -55,7 +55,7 @@ class Progress:
     elapsed: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Attempt:
     """One start of ranks, with its duration and its outcome.
 
@@ -92,6 +92,9 @@ class Attempt:
         """The number and the duration of the attempt as a text, such as `restart 2, 1.5 s`."""
         which = f"restart {self.number}" if self.is_counted else f"start {self.number + 1}" if self.number else "first start"
         return f"{which}, {self.elapsed:.1f} s"
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.number}: {self}>"
 
     def __str__(self) -> str:
         return f"{self.name}: {format_end(self.root_cause, self.reason) or self.state.name}"

@@ -5,26 +5,34 @@ A report looks like this:
     rank 1 failed first: ValueError: x (train.py:88 in step)      the verdict
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
-      last reports: ranks 0-3 at step 30 of 100                   of a run that no failure has ended
+      last reports: ranks 0-3 at step 30 of 100                   if they have called mpwatch.report()
       restarted 2 times
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
       not restarted again: ...                                    notes
 """
 
+import json
+import platform
 import re
+import shlex
+import sys
+import time
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, SupportsIndex, TypeVar, overload
 
-from mpwatch.events.types import Event
+from mpwatch.events.types import Event, RunStarted
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
 from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure, format_ranks
 from mpwatch.results.model import Attempt, Progress, WorkerState, format_end
 from mpwatch.results.places import format_location
 from mpwatch.results.report import FATE_LINES, format_count, format_times
+from mpwatch.results.stacks import Stacks
+from mpwatch.results.to_json import to_json
+from mpwatch.version import __version__
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 from mpwatch.wire.pickling import return_values
 
@@ -129,7 +137,8 @@ class RunResult(Sequence[T]):
         """Write an HTML file that shows the result in the same way as a notebook, but with more details.
 
         The HTML file has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other
-        ranks and the whole report. You can attach the HTML file to a ticket, because it needs no other file and no network.
+        ranks, the whole report, and when, where, how and with which versions the run was started. You can attach it to a
+        ticket, because it needs no other file and no network.
 
         Args:
             path: the path of the file. An existing file is replaced.
@@ -137,13 +146,26 @@ class RunResult(Sequence[T]):
         Raises:
             OSError: the file cannot be written.
         """
-        from mpwatch.results.html import fold, make_page
+        from mpwatch.results.html import fold, make_page, make_table
 
-        stacks = "".join(fold(f"Python stack of rank {rank}", stack) for rank, stack in self.stacks.items())
+        stacks = fold("Python stacks of the other ranks", str(Stacks(self.stacks)) if self.stacks else "")
         report = "" if self.state is WorkerState.SUCCEEDED else fold("the whole report", format_report(self))
-        page = make_page(self._caption, self._repr_html_() + stacks + report)
+        facts = make_table("", _list_facts(self))
+        page = make_page(self._caption, self._repr_html_() + facts + stacks + report).replace(
+            "<details>", "<details open>", 1
+        )
         with open(path, "w", encoding="utf-8") as file:
             file.write(page)
+
+    def to_json(self) -> str:
+        """Return the facts of the result as JSON, for other programs: all attributes except `events`, and the `verdict`.
+
+        The keys are the names of the attributes, and ranks are texts. States and kinds are their names. What JSON cannot
+        represent, such as a tensor among the return values, is the text of its `repr`, cut to 1,000 characters. An exception
+        is the name of its class; its text and its traceback are in `summary` and `traceback`.
+        """
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "events"}
+        return json.dumps({"verdict": self.verdict, **to_json(facts)}, indent=1)
 
     @property
     def restarts(self) -> int:
@@ -239,8 +261,11 @@ class RunResult(Sequence[T]):
         return f"restarted {format_times(self.restarts)}" if self.restarts else ""
 
     def __repr__(self) -> str:
-        ranks, failures = format_count(len(self.workers), "rank"), format_count(len(self.failures), "failure")
-        return f"<RunResult {self.state.name}: {ranks}, {failures}>"
+        from mpwatch.results.html import get_short_repr
+
+        values = list(self.values()) if len(self.return_values) == len(self) else dict(self.items())
+        what = get_short_repr(values) if self.state is WorkerState.SUCCEEDED else self.verdict
+        return f"<RunResult {self.state.name} after {self.elapsed:.1f} s: {what}>"
 
     def _get_value(self, rank: int) -> T:
         if rank in self.return_values:
@@ -258,6 +283,25 @@ class RunResult(Sequence[T]):
         raise LookupError(text) from (failure.exception if failure else None)
 
 
+def _list_facts(result: RunResult[Any]) -> list[tuple[str, str]]:
+    """Of the run, and of this program, which has usually made the run."""
+    start = next((event for event in result.events if isinstance(event, RunStarted)), None)
+    versions = [f"mpwatch {__version__}", f"Python {platform.python_version()}"]
+    versions += [f"torch {torch.__version__}"] if (torch := sys.modules.get("torch")) else []
+    metrics = [f"{name} {value:g}" for report in [*result.progress.values()][:1] for name, value in report.metrics.items()]
+    facts = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(start.time)) if start else "",
+        "took": f"{result.elapsed:.1f} s",
+        "ranks": f"{format_count(len(result), 'rank')}{f' on {start.hostname}' if start else ''}",
+        "command": shlex.join(sys.argv),
+        "options": start.options if start else "",
+        "versions": ", ".join(versions),
+        "last reports": _format_last_steps(result.progress),
+        "metrics": ", ".join(metrics),
+    }
+    return [(name, text) for name, text in facts.items() if text]
+
+
 def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[int, Any]:
     """Convert each value, and leave out those whose class raises an exception."""
     converted = {}
@@ -269,7 +313,7 @@ def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[i
 
 def format_report(result: RunResult[Any]) -> str:
     lines = [f"  {fate}" for fate in result.fates]
-    if result.root_cause is None and (steps := _format_last_steps(result.progress)):
+    if steps := _format_last_steps(result.progress):
         lines.append(f"  last reports: {steps}")
     lines += [f"  {text}"] if (text := result._restart_text) else []
     lines += format_attempts(_failed_attempts(result))

@@ -29,7 +29,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import format_exit
+from mpwatch.results.failure import format_exit, format_ranks
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.rank_status import RankStatus
@@ -56,6 +56,7 @@ from mpwatch.watcher.timers import Timers
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
+RESIST_SECONDS = 1.0  # after Ctrl-C: then the ranks that have not ended are named
 WAKE_SECONDS = 0.5  # later than the signal that stops a rank; most ranks have ended by then
 
 
@@ -112,6 +113,7 @@ class EventLoop:
         self._waiting_calls: list[Call] = []  # for ranks of a WorkerGroup that are ending
         self._last_call: Call | None = None  # on several nodes
         self._lost_ranks: tuple[int, ...] = ()  # of a WorkerGroup: those that ended first, so that all others end, too
+        self._looks_for_heartbeats = False  # in the first call
         self._is_ending = False  # no rank is started any more
         self._lease = m.NO_LEASE
         self._are_limits_suspended = False
@@ -216,9 +218,19 @@ class EventLoop:
         if not self._keep_ranks:
             self.interrupted = self.interrupted or event
             self._refuse_delayed()
+        if event.signum == signal.SIGINT and event.cause is m.InterruptCause.SIGNAL:
+            self.timers.call_at(monotonic() + RESIST_SECONDS, partial(self._name_resisting_ranks, list(self._calls)))
         for each in list(self._calls):
             self._handle(each, event)
         self._outbox.wake()
+
+    def _name_resisting_ranks(self, calls: Iterable[Call]) -> None:
+        observed = {rank: seen for call in calls if not call.is_over for rank, seen in call.observed.items()}
+        if ranks := [rank for rank, seen in observed.items() if not seen.has_exited]:
+            text = "waiting up to %g s for %s to end after Ctrl-C; press Ctrl-C again to kill %s"
+            self._deferred_log.warning(
+                text, self._spec.grace_period, format_ranks(ranks), "it" if len(ranks) == 1 else "them"
+            )
 
     def withdraw(self, call: Call) -> None:
         """Refuse a call that has not begun, perhaps because an exception came just before it was posted."""
@@ -342,11 +354,24 @@ class EventLoop:
         if call.stop_after is not None and not call.is_restart:
             event = m.StopRequested(f"StopPolicy(after={call.stop_after:g})")
             self.timers.call_at(call.started_at + call.stop_after, partial(self.request_stop, event))
+        if spec.heartbeat_timeout is not None and not self._looks_for_heartbeats:
+            self._looks_for_heartbeats = True
+            self.timers.call_at(monotonic() + spec.heartbeat_timeout, partial(self._warn_without_heartbeats, call))
         if self.stop_request is not None and self._node is None:
             self._handle(call, self.stop_request)
         while call.before_begin:
             self._handle(call, call.before_begin.pop(0))
         return machine
+
+    def _warn_without_heartbeats(self, call: Call) -> None:
+        limit, ranks = self._spec.heartbeat_timeout or 0.0, [self._ranks[rank] for rank in call.ranks if rank in self._ranks]
+        if call not in self._calls:
+            return
+        if not all(rank.is_ready for rank in ranks):
+            self.timers.call_at(monotonic() + limit, partial(self._warn_without_heartbeats, call))
+        elif all(self._pool.read_heartbeat_time(rank) is None for rank in ranks):
+            text = "no rank has called report() or heartbeat() in %g s, so heartbeat_timeout=%g does not apply yet"
+            self._deferred_log.warning(text, limit, limit)
 
     def _pass_on(self, event: m.Event, call: Call) -> None:
         if call in self._calls:

@@ -5,16 +5,21 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from logging import WARNING
 from multiprocessing import current_process, spawn
 
 from mpwatch.errors import LaunchError
+from mpwatch.os_support.hardware import read_available_memory
 from mpwatch.os_support.signals import set_handler
+from mpwatch.watcher.observers.deferred_log import log_now
 
 MONKEYS = (("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_monkey_patched"))
+INTERPRETER_BYTES = 8_000_000  # private memory of a rank that has imported nothing (Python 3.11 to 3.13)
 NEEDED_MODULES = ("threading", "thread", "select", "selectors", "os", "subprocess")
 
 
-def check_host() -> None:
+def check_host(nprocs: int | str) -> None:
+    """Raise LaunchError if ranks cannot be started or watched in this process. Warn if there are too many for its memory."""
     for module, name in MONKEYS:
         is_patched = getattr(sys.modules.get(module), name, None)
         if is_patched is not None and any(map(is_patched, NEEDED_MODULES)):
@@ -43,3 +48,12 @@ def check_host() -> None:
                 "mpwatch was called in the main thread of a subinterpreter, where no signal can be handled; call it in the "
                 "main interpreter, or in another thread of the subinterpreter"
             ) from None
+    needed, available = int(nprocs) * INTERPRETER_BYTES if isinstance(nprocs, int) else 0, read_available_memory()
+    if available is not None and needed > available:
+        log_now(
+            WARNING,
+            "%d ranks need about %.0f GB of memory even before they import anything, and %.0f GB are free",
+            nprocs,
+            needed / 1e9,
+            available / 1e9,
+        )

@@ -62,7 +62,8 @@ def _explain_failure(parts: Iterable[tuple[str, Any]], error: Exception) -> str:
     path = unpicklable.find_path(named, part)
     if path is None:  # pickling has made the part
         path = f"{next(name for name, value in named if find_refused(value))} holds something"
+    link = ", a" if path.startswith("fn ") else " is a"
     return (
-        f"{path}, a {type(part).__module__}.{type(part).__qualname__}, which cannot be sent to the ranks "
+        f"{path}{link} {type(part).__module__}.{type(part).__qualname__}, which cannot be sent to the ranks "
         f"({type(reason).__name__}: {reason}); create it inside the function, or pass what it is made from"
     )

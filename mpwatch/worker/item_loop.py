@@ -29,6 +29,8 @@ def serve_items(channel: socket.socket, *, fn: Callable[[Any], object]) -> None:
     with channel:
         poll = select.poll()
         poll.register(channel, select.POLLIN)
+        context.heartbeat()  # or a rank that waits long for its first item would seem to send none
+        context.stop_heartbeats()
         send_message(channel, ItemKind.READY)
         # Not in recvmsg(2): a process that sleeps there also wakes up when the caller has read what the rank sent.
         while poll.poll() and (items := _receive_items(channel)) is not None:

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
+_first_excepthook = sys.excepthook
+
 
 def main(launch_info: LaunchInfo) -> None:
     """Run a rank from its start to its exit."""
@@ -312,6 +314,9 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     if not channel.send(failure.kind, plain, failure.at):
         _exit_without_channel(read_traceback_text(plain))
     channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
+    if sys.excepthook is not _first_excepthook and not isinstance(failure.error, SystemExit):  # the function has set it
+        with suppress(BaseException):
+            sys.excepthook(type(failure.error), failure.error, failure.error.__traceback__)
 
 
 def _exit_without_channel(traceback_text: str = "") -> NoReturn:

@@ -44,7 +44,7 @@ def test_an_exception(caplog, capsys):
     assert not any(map(CONTROL.search, [*texts, error._repr_html_()]))
     verdict = f"rank 0 failed first: ValueError: {CLEAN} … "
     assert str(error).startswith(verdict)
-    assert re.search(r" \(tr\\x1bain\\n\.py:\d+ in st\\x1bep\\n\)$", str(error))
+    assert re.search(r" \(tr\\x1bain\\n\.py:\d+ in st\\x1bep\\n\)$", str(error), re.MULTILINE)
     assert f"ValueError: {CLEAN}\n\tend\nRunFailedError: {verdict}" in printed
     assert "lo?ss?" in printed
 

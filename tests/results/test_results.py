@@ -1,7 +1,9 @@
 """Results, failures, errors and collectives as programs and notebooks see them."""
 
 import copy
+import json
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -82,12 +84,27 @@ def test_the_report_of_a_run_without_failure_has_the_last_steps():
     assert report_of(*((step, 100) for step in range(9)))[1] == "  last reports: ranks 0-8 at steps 0 to 8"
 
 
-def test_the_repr_of_a_result_counts_ranks_and_failures():
-    workers = mpwatch.run(failing.rank, 2).workers
-    result = replace(failed_result(failure(0), failure(1)), workers=workers)
-    assert repr(result) == "<RunResult FAILED: 2 ranks, 2 failures>"
-    one = replace(failed_result(failure(0)), workers=workers[:1])
-    assert repr(one) == "<RunResult FAILED: 1 rank, 1 failure>"
+def test_the_repr_of_a_result_has_its_time_and_its_values_or_its_verdict():
+    result = mpwatch.run(failing.rank, 2)
+    assert re.fullmatch(r"<RunResult SUCCEEDED after \d+\.\d s: \[0, 1\]>", repr(result))
+    assert re.fullmatch(r"\(<Attempt 0: first start, \d+\.\d s: SUCCEEDED>,\)", repr(result.attempts))
+    assert repr(replace(result, return_values={0: "x" * 1000, 1: range(9)}, elapsed=2)).endswith("xx', range(0, 9)]>")
+    assert repr(failed_result(failure(1))) == "<RunResult FAILED after 0.0 s: rank 1 ended with exit code 3 and no result>"
+
+
+def test_the_json_of_a_result_has_its_facts():
+    def report_and_fail():
+        mpwatch.report(step=3, loss=float("nan"))
+        raise KeyError("key")
+
+    with pytest.raises(RunFailedError) as caught:
+        mpwatch.run(report_and_fail, 1)
+    facts = json.loads(caught.value.to_json())
+    assert facts["verdict"] == caught.value.result.verdict
+    assert facts["failures"]["0"]["summary"] == "KeyError: 'key'"
+    assert "in report_and_fail" in facts["root_cause"]["traceback"]
+    assert (facts["progress"]["0"]["step"], facts["progress"]["0"]["metrics"]) == (3, {"loss": "nan"})
+    assert json.loads(mpwatch.run(failing.rank, 2).to_json())["return_values"] == {"0": 0, "1": 1}
 
 
 @pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])

@@ -73,7 +73,7 @@ def test_bad_strategies_and_options_raise_at_once(results):
     expected = {
         "option": "TypeError: watched() has no option 'backend'; its options are debug, env, grace_period, ",
         "nodes": "ValueError: watched() starts ranks on one machine, but num_nodes=2",
-        "sending": "LaunchError: args[0].lock, a _thread.lock, which cannot be sent to the ranks",
+        "sending": "LaunchError: args[0].lock is a _thread.lock, which cannot be sent to the ranks",
     }
     assert errors.keys() == expected.keys()
     for name, text in expected.items():

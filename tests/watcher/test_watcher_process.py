@@ -113,6 +113,8 @@ def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
     program = Program(call=PATIENT_RUN, in_rank=IGNORE)
     program.signal(signal.SIGINT)
     assert [program.process.stdout.readline() for _ in range(2)] == ["received\n"] * 2
+    text = r"waiting up to \d+ s for ranks 0-1 to end after Ctrl-C; press Ctrl-C again to kill them\n"
+    assert re.fullmatch(text, program.process.stderr.readline())
     program.signal(signal.SIGINT)
     program.end_soon(signal.SIGINT)
 

@@ -143,7 +143,7 @@ def test_view_progress_and_output_come_from_all_nodes(capfd):
         ({"epochs": 3}, TypeError, "epochs"),
         ({"engine": "ray"}, TypeError, r"engine must be an object such as mpwatch\.cluster\.ThreadEngine\(\), not "),
         ({"engine": cluster.ThreadEngine}, TypeError, r"engine must be an object such as"),
-        ({"args": (threading.Lock(),)}, mpwatch.LaunchError, r"args\[0\], a _thread.lock, which cannot be sent"),
+        ({"args": (threading.Lock(),)}, mpwatch.LaunchError, r"args\[0\] is a _thread.lock, which cannot be sent"),
     ],
 )
 def test_a_bad_option_is_named(options, error, text):

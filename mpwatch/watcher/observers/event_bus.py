@@ -13,7 +13,7 @@ from typing import Any
 
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import Event, Progressed, RunEnded, RunStarted, StateChanged
-from mpwatch.options.spec import GroupSpec, Observer
+from mpwatch.options.spec import GroupSpec, Observer, describe_options
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
@@ -77,6 +77,7 @@ class EventBus:
             nprocs=spec.nprocs,
             max_restarts=spec.policy.max_restarts,
             hostname=platform.node(),
+            options=describe_options(spec),
         )
 
     def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:

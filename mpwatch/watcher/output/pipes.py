@@ -121,6 +121,8 @@ class StdioOpener:
             fd = open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             what = f"the {stream} of rank {worker.rank} cannot be written to {path!r} (see logs)"
+            if isinstance(error, FileNotFoundError):  # in /proc, for example, or in a folder that was deleted
+                raise LaunchError(f"{what}: no folder can be made there") from error
             raise LaunchError(with_remedy(what, error)) from error
         stderr_tail.log_files[stream] = path
         return fd

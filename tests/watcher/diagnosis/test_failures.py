@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -239,3 +240,24 @@ def test_a_failure_is_noticed_quickly():
             mpwatch.run(failing_functions.records_time_of_failure, 2, args=(barrier, failed_at))
         waits.append(time.monotonic() - failed_at.value)
     assert sorted(waits)[1] < 0.5
+
+
+def test_an_excepthook_that_the_function_has_set_is_called_once(capfd):
+    def fail():
+        sys.excepthook = lambda kind, error, _: print("hook:", kind.__name__, error, flush=True)
+        raise ValueError("x")
+
+    with pytest.raises(mpwatch.RunFailedError, match="ValueError: x"):
+        mpwatch.run(fail, 1)
+    assert capfd.readouterr().out == "hook: ValueError x\n"
+
+
+def test_a_heartbeat_timeout_without_heartbeats_is_warned_about_once(caplog):
+    def wait():
+        time.sleep(0.6)
+
+    with mpwatch.WorkerGroup(2, heartbeat_timeout=0.2) as group:
+        group.run(wait)
+        group.run(wait)
+    text = "no rank has called report() or heartbeat() in 0.2 s, so heartbeat_timeout=0.2 does not apply yet"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [text]
