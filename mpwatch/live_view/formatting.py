@@ -32,7 +32,8 @@ def is_summarized(snapshot: Snapshot) -> bool:
 
 def format_overall(snapshot: Snapshot) -> str:
     parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot))
-    return "; ".join(filter(None, parts))
+    end = "" if snapshot.elapsed is None else f" after {_format_seconds(snapshot.elapsed)}"
+    return "; ".join(filter(None, parts)) + end
 
 
 def format_row(row: RankRow) -> tuple[str, ...]:

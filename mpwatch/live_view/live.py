@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from mpwatch.live_view.model import Snapshot, SnapshotBuilder
@@ -46,7 +47,7 @@ class LiveView:
     ) -> None:
         self._choose_display = choose_display
         self._starts_at_once = starts_at_once
-        self._clock = clock
+        self._clock, self._began_at = clock, clock()
         self._snapshot_builder = SnapshotBuilder()
         self._display: Display | None = None
         self._was_chosen = False
@@ -75,7 +76,7 @@ class LiveView:
             if self._starts_at_once and _has_reports(statuses):
                 self._choose_once()
         if self._display is not None and self._snapshot is not None:
-            self._display.close(self._snapshot)
+            self._display.close(replace(self._snapshot, elapsed=self._clock() - self._began_at))
             self._display = None
 
     def _choose_once(self) -> None:

@@ -66,6 +66,8 @@ class Snapshot:
     """Of the slowest running rank, as the others wait for it; if no rank runs, of the slowest of all. Metrics are means."""
     rows: Sequence[RankRow]
     """The ranks in order. It is empty before the rendezvous of several nodes."""
+    elapsed: float | None = None
+    """Seconds since the start. It is set at the end only."""
     shows_ranks: bool = True
     """If it is False, only the overall progress is shown."""
 

@@ -48,9 +48,9 @@ class RichRenderer:
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
     """Yield a row for each rank, then a summary of the ranks, then only the overall line."""
-    overall: RenderableType = _text(format_overall(snapshot), "bold")
-    if (fraction := snapshot.overall.fraction_done) is not None:
-        width = min(BAR_WIDTH, columns // 5)
+    text, width = format_overall(snapshot), min(BAR_WIDTH, columns // 5)
+    overall: RenderableType = _text(text, "bold") if len(text) <= columns else Text(text, "bold")  # which takes more lines
+    if (fraction := snapshot.overall.fraction_done) is not None and width + 1 + len(text) <= columns:
         bar = ProgressBar(1.0, fraction, width=width, complete_style="green", finished_style="green")
         grid = Table.grid(padding=(0, 1))
         grid.add_row(bar, overall)
