@@ -22,7 +22,7 @@ STYLES = {
     WorkerState.STOPPED: "magenta",
 }
 MIN_ROWS, MIN_COLUMNS = 4, 20  # in a smaller terminal nothing is shown
-NARROW = 72  # a terminal with fewer columns has no room for the last three columns of the table
+NARROW, VERY_NARROW = 72, 52  # terminals without room for the last three columns of the table, and for the metrics
 BAR_WIDTH = 24
 METRICS = COLUMN_TITLES.index("metrics")
 
@@ -67,7 +67,7 @@ def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
 
 def _rank_table(snapshot: Snapshot, columns: int) -> Table:
     """Return a table with the columns for which the terminal has room. Only that of the metrics becomes narrower."""
-    count = len(COLUMN_TITLES) if columns >= NARROW else METRICS + 1
+    count = len(COLUMN_TITLES) if columns >= NARROW else METRICS + (columns >= VERY_NARROW)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in COLUMN_TITLES[:count]:
         side: Literal["left", "right"] = "left" if title in ("state", "metrics") else "right"
