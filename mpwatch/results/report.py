@@ -46,10 +46,10 @@ def format_ended_ranks(ranks: Collection[int]) -> str:
     return f"the next call starts {format_ranks(ranks)} again; {'its' if len(ranks) == 1 else 'their'} state is lost"
 
 
-def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:
+def format_timeout(limit: str, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:
     """`stragglers` are the unfinished ranks that were not in the collective in which the other ranks waited."""
     outside = f", and {format_ranks(stragglers)} not in the collective that others waited in" if stragglers else ""
-    return f"the run did not end within timeout={timeout:g} s: {format_ranks(unfinished)} had not returned{outside}"
+    return f"the run did not end within {limit}: {format_ranks(unfinished)} had not returned{outside}"
 
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:

@@ -313,7 +313,8 @@ def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[i
 
 def format_report(result: RunResult[Any]) -> str:
     lines = [f"  {fate}" for fate in result.fates]
-    if steps := _format_last_steps(result.progress):
+    is_hang = result.root_cause is not None and result.root_cause.kind is FailureKind.HANG  # the verdict says its step
+    if (steps := _format_last_steps(result.progress)) and not is_hang:
         lines.append(f"  last reports: {steps}")
     lines += [f"  {text}"] if (text := result._restart_text) else []
     lines += format_attempts(_failed_attempts(result))

@@ -146,7 +146,7 @@ class Call:
             never_ready=machine.never_ready,
             silent_ranks=machine.heartbeats.silent_ranks,
             heartbeat_timeout=spec.heartbeat_timeout,
-            timeout=self.timeout,
+            passed_limit=machine.passed_limit,
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             interrupt_cause=machine.interrupt_cause,

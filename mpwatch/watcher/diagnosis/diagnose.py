@@ -348,9 +348,9 @@ def _get_reason(
         note = "" if unused is None else f"; {texts.format_unused_heartbeat_timeout(unused)}"
         # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
         if verdict is not None:
-            return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}{note}"
+            return f"{texts.format_timeout(attempt.passed_limit, unfinished)}; {verdict.sentence}{note}"
         stragglers = find_stragglers(_get_running(attempt, failures))
-        return texts.format_timeout(attempt.timeout or 0.0, unfinished, stragglers) + note
+        return texts.format_timeout(attempt.passed_limit, unfinished, stragglers) + note
     # Other nodes may have stopped the ranks just before the signal came to this process.
     if attempt.stop_reason in (StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB) and attempt.signum is not None:
         text = format_interrupt(attempt.signum, attempt.interrupt_cause)

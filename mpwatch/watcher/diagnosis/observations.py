@@ -81,7 +81,7 @@ class AttemptObservations:
     never_ready: Iterable[int] = ()  # ranks that were not ready within `start_timeout`
     # Ranks that sent no heartbeat within `heartbeat_timeout`, with the time of their last one.
     silent_ranks: Mapping[int, float] = field(default_factory=dict)
-    timeout: float | None = None
+    passed_limit: str = ""  # such as "timeout=60 s"
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None  # the signal that stopped the run, or one with the same effect as what did

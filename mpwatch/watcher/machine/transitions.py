@@ -22,7 +22,8 @@ The stages of a call:
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> FINISHED
         (ranks that have returned send their collectives, since after SIGTERM they could not answer)
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
-    each stage above, except RUNNING --- Interrupted ---> TERMINATING
+    AWAITING_ROOT_CAUSE --- the first Interrupted ---> DUMPING_STACKS
+    each other stage above, except RUNNING --- Interrupted ---> TERMINATING, or SIGKILL if it is that already
 
 The ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions are different:
 

@@ -80,7 +80,7 @@ def _find_earliest_cause(results: Iterable[RunResult[Any]]) -> ProcessFailure | 
 def _describe_timeout(late: Sequence[tuple[AttemptObservations, RunResult[T]]]) -> str:
     if not late:
         return ""
-    text = format_timeout(late[0][0].timeout or 0.0, _list_unfinished(late))
+    text = format_timeout(late[0][0].passed_limit, _list_unfinished(late))
     unused = {observations.unused_heartbeat_timeout for observations, _ in late}
     notes = [format_unused_heartbeat_timeout(limit) for limit in unused if limit is not None] if len(unused) == 1 else []
     return "; ".join([text, *notes])

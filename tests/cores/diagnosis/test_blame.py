@@ -39,7 +39,7 @@ BROKEN_PIPE = raised(BrokenPipeError("broken"))
 FROM_LOST_PEER = RuntimeError("training failed")
 FROM_LOST_PEER.__cause__ = LOST_PEER
 MAY_WAIT = stopped(stack("step", 3, "handle.wait()"))
-TIMED_OUT = {"stop_reason": StopReason.TIMED_OUT, "timeout": 10.0}
+TIMED_OUT = {"stop_reason": StopReason.TIMED_OUT, "passed_limit": "timeout=10 s"}
 INTERRUPTED = {"stop_reason": StopReason.INTERRUPTED, "signum": TERM}
 
 

@@ -1,6 +1,5 @@
 """Any order of events, tried by Hypothesis: the machine of a call, used as the event loop uses it, and the diagnosis afterwards."""
 
-import math
 import signal
 
 from hypothesis import settings
@@ -73,7 +72,7 @@ class History(RuleBasedStateMachine):
             phases,
             now=self.now,
             grace_period=GRACE,
-            timeout_at=math.inf if timeout is None else self.now + timeout,
+            limits={} if timeout is None else {"timeout": self.now + timeout},
             start_deadline=self.now + START_TIMEOUT,
             heartbeat_timeout=limit,
             stop_timeout=self.stop_timeout,
@@ -352,7 +351,8 @@ class History(RuleBasedStateMachine):
             never_ready=self.machine.never_ready,
             signum=self.machine.signum,
             collective_verdict=self.verdict,
-            **self.limits,
+            passed_limit=self.machine.passed_limit,
+            heartbeat_timeout=self.limits["heartbeat_timeout"],
         )
         result = diagnose(observed)
         stopped_at = self.machine.stopped_at if self.machine.stopped_at is not None else self.now
