@@ -1,0 +1,353 @@
+"""What mpwatch does with a GPU: one card is enough, and at most eight minutes. See `Check a GPU` in CONTRIBUTING.md."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpwatch
+from mpwatch import FailureKind
+from support.programs import python
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+
+
+def read_gpu_memory(text=None):
+    """Return how many MiB each process has on the GPUs, by pid."""
+    if text is None:
+        command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pairs = [line.split(",") for line in text.splitlines() if line.strip()]
+    return {int(pid): int(used) if used.strip().isdigit() else None for pid, used in pairs}
+
+
+def test_the_memory_of_processes_is_read_from_nvidia_smi():
+    assert read_gpu_memory("4711, 1024\n4712, [N/A]\n\n") == {4711: 1024, 4712: None}
+
+
+def free_bytes():
+    return torch.cuda.mem_get_info()[0]
+
+
+def report_of(fn, nprocs=1, **options):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(fn, nprocs, **options)
+    return caught.value
+
+
+# --- Starts, devices and process groups
+
+
+@needs_gpu
+def test_the_number_of_ranks_is_that_of_the_gpus():
+    for nprocs in ("gpu", "auto"):
+        assert len(mpwatch.run(os.getpid, nprocs)) == torch.cuda.device_count()
+
+
+@needs_gpu
+def test_each_rank_sees_its_own_gpu():
+    def look():
+        return torch.cuda.device_count(), torch.zeros(1, device="cuda").device.index
+
+    count = torch.cuda.device_count()
+    assert list(mpwatch.run(look, count, placement=mpwatch.Placement(gpus="own"))) == [(1, 0)] * count
+
+
+@needs_gpu
+@pytest.mark.parametrize(("backend", "nprocs", "name"), [("auto", 1, "nccl"), ("gloo", 4, "gloo")])
+def test_a_process_group_reduces_cuda_tensors(backend, nprocs, name):
+    def reduce():
+        value = torch.ones(3, device="cuda")
+        torch.distributed.all_reduce(value)
+        return torch.distributed.get_backend(), value.sum().item()
+
+    assert list(mpwatch.run(reduce, nprocs, backend=backend)) == [(name, 3.0 * nprocs)] * nprocs
+
+
+# --- CUDA tensors on their way
+
+
+@needs_gpu
+def test_cuda_tensors_are_arguments_results_and_parts_of_exceptions():
+    class Diverged(Exception):
+        pass
+
+    def add(tensor, own):
+        return (tensor + own).cpu(), tensor.device.type
+
+    def fail(tensor):
+        raise Diverged(tensor.sum().item(), tensor * 2)
+
+    tensor = torch.arange(4.0, device="cuda")
+    values = mpwatch.run(add, 2, args=(tensor, mpwatch.PerRank([tensor, tensor * 2])))
+    assert [value.tolist() for value, _ in values] == [[0, 2, 4, 6], [0, 3, 6, 9]]
+    assert {device for _, device in values} == {"cuda"}
+    error = report_of(fail, args=(tensor,))
+    assert type(error.__cause__).__name__ == "Diverged"
+    assert error.__cause__.args[0] == 6.0
+
+
+@needs_gpu
+def test_a_result_on_the_gpu_arrives_or_says_what_to_do():
+    def make():
+        return torch.ones(4, device="cuda")
+
+    result = mpwatch.run(make, 1, check=False)
+    if result.state is mpwatch.WorkerState.SUCCEEDED:
+        assert result[0].sum().item() == 4
+    else:
+        assert re.search(r"cpu\(\)", result.verdict), result.verdict
+
+
+def use_the_gpu_in_ranks_only():
+    def use():
+        return torch.ones(1, device="cuda").item()
+
+    print(list(mpwatch.run(use, 2)), torch.cuda.is_initialized())
+
+
+@needs_gpu
+def test_the_caller_has_no_cuda_context():
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); from gpu.test_gpu import *; use_the_gpu_in_ranks_only()"
+    )
+    assert python("-c", code).stdout == "[1.0, 1.0] False\n"
+
+
+# --- Failures
+
+
+@needs_gpu
+def test_out_of_memory_on_the_gpu_says_how_much_was_asked(record_property):
+    def ask_for_too_much():
+        torch.empty(torch.cuda.mem_get_info()[1] * 2, dtype=torch.uint8, device="cuda")
+
+    error = report_of(ask_for_too_much)
+    record_property("verdict", str(error).splitlines()[0][:160])
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
+    assert re.search(r"Tried to allocate [\d.]+ GiB", str(error))
+
+
+@needs_gpu
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_a_device_side_assert_names_its_line(is_blocking, record_property):
+    def look_up():
+        table = torch.nn.Embedding(4, 2, device="cuda")
+        rows = table(torch.tensor([7], device="cuda"))  # the wrong line
+        return rows.sum().item()
+
+    error = report_of(look_up, env={"CUDA_LAUNCH_BLOCKING": "1"} if is_blocking else {})
+    record_property("verdict", str(error).splitlines()[0][:160])
+    assert "device-side assert" in str(error)
+    assert "CUDA_LAUNCH_BLOCKING" in str(error.__cause__)
+    if is_blocking:
+        assert "the wrong line" in error.root_cause.traceback
+
+
+@needs_gpu
+def test_a_kernel_that_never_ends_is_killed_and_its_memory_is_free_before_the_restart(record_property):
+    def hang_once():
+        block = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.7), dtype=torch.uint8, device="cuda")
+        if mpwatch.current_worker().restart_count == 0:
+            mpwatch.heartbeat()
+            torch.cuda._sleep(10**13)
+            torch.cuda.synchronize()
+        return block.numel()
+
+    result = mpwatch.run(hang_once, 1, heartbeat_timeout=5, grace_period=2, max_restarts=1)
+    first = result.attempts[0].root_cause
+    record_property("stack", first.stack.splitlines()[1].strip() if first.stack else "none")
+    assert first.kind is FailureKind.HANG
+    assert "synchronize" in first.stack
+
+
+@needs_gpu
+def test_a_rank_killed_in_a_launch_leaves_no_memory(record_property):
+    def die_launching():
+        block = torch.ones(256 * MIB, device="cuda")
+        if mpwatch.current_worker().restart_count == 0:
+            for _ in range(100):
+                block.mul_(1.0001)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    before = free_bytes()
+    (pid,) = mpwatch.run(die_launching, 1, max_restarts=1)
+    record_property("left", f"{max(0, before - free_bytes()) // MIB} MiB")
+    assert before - free_bytes() < 64 * MIB
+    if shutil.which("nvidia-smi"):
+        assert pid not in read_gpu_memory()
+
+
+@needs_gpu
+def test_a_collective_of_nccl_is_named():
+    def wait_alone():
+        torch.distributed.all_reduce(torch.ones(3, device="cuda"))
+        mpwatch.heartbeat()
+        time.sleep(600)
+
+    error = report_of(wait_alone, backend="nccl", heartbeat_timeout=5)
+    assert error.result.collectives[0].name == "all_reduce"
+    assert error.result.collectives[0].backend == "nccl"
+
+
+# --- A warm group, compiled functions, helpers
+
+
+@needs_gpu
+def test_a_warm_group_keeps_its_cuda_state(record_property):
+    def keep(tensor):
+        state = mpwatch.current_worker().state
+        state.setdefault("weights", torch.zeros(4, device="cuda")).add_(tensor.cuda())
+        return state["weights"].cpu()
+
+    with mpwatch.WorkerGroup(2) as group:
+        group.run(keep, (torch.ones(4),))
+        began_at = time.perf_counter()
+        for _ in range(100):
+            result = group.run(keep, (torch.ones(4),))
+        record_property("call", f"{(time.perf_counter() - began_at) * 10:.2f} ms")
+    assert result[0].tolist() == [101.0] * 4
+
+
+@needs_gpu
+@pytest.mark.timeout(180)
+def test_a_compiled_function_leaves_no_compiler():
+    def compile_and_call():
+        double = torch.compile(lambda x: x * 2 + 1)
+        return double(torch.ones(64, device="cuda")).sum().item()
+
+    assert list(mpwatch.run(compile_and_call, 2)) == [192.0, 192.0]
+
+
+@needs_gpu
+def test_pinned_batches_of_killed_loaders():
+    def load():
+        data = torch.utils.data.TensorDataset(torch.ones(64, 8))
+        loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, pin_memory=True, persistent_workers=True)
+        return sum(batch.cuda(non_blocking=True).sum().item() for (batch,) in loader)
+
+    def load_and_die():
+        load()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert list(mpwatch.run(load, 2)) == [512.0, 512.0]
+    assert report_of(load_and_die, 2).root_cause.kind is FailureKind.SIGNAL
+
+
+# --- Trainers
+
+
+@needs_gpu
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
+def test_a_trainer_trains_two_steps(package):
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    assert list(mpwatch.run(TRAINERS[package], 1)) == ["cuda"]
+
+
+def train_with_lightning():
+    import lightning
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch, _):
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 8)), batch_size=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(accelerator="gpu", devices=1, max_steps=2, **quiet)
+    trainer.fit(Model(), loader)
+    return trainer.strategy.root_device.type
+
+
+def train_with_accelerate():
+    import accelerate
+
+    accelerator = accelerate.Accelerator()
+    model = torch.nn.Linear(8, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).mean())
+        optimizer.step()
+    return accelerator.device.type
+
+
+def train_with_transformers():
+    import tempfile
+
+    import transformers
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def forward(self, x):
+            return {"loss": self.layer(x).mean()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(folder, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True)
+        trainer = transformers.Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(8)}] * 8)
+        trainer.train()
+        return trainer.args.device.type
+
+
+TRAINERS = {
+    "lightning": train_with_lightning,
+    "accelerate": train_with_accelerate,
+    "transformers": train_with_transformers,
+}
+
+
+# --- Many CPUs
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 16, reason="this machine has fewer than 16 CPUs")
+def test_figures_on_many_cpus(record_property, tmp_path):
+    def enter():
+        return time.monotonic()
+
+    for nprocs in (16, 64, 256):
+        began_at = time.monotonic()
+        record_property(f"start of {nprocs}", f"{max(mpwatch.run(enter, nprocs)) - began_at:.2f} s")
+    for nprocs in (16, 64):
+        with mpwatch.WorkerGroup(nprocs) as group:
+            group.run(enter)
+            began_at = time.perf_counter()
+            for _ in range(50):
+                group.run(enter)
+            record_property(f"warm call of {nprocs}", f"{(time.perf_counter() - began_at) * 20:.2f} ms")
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "bench.py"),
+        "start",
+        "warm",
+        "-r",
+        "3",
+        "-o",
+        str(tmp_path / "f.json"),
+    ]
+    bench = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    for line in bench.stdout.splitlines():
+        if " of it" in line:
+            record_property(line.split()[0], " ".join(line.split()[1:]))
