@@ -129,3 +129,19 @@ def test_start(): ...
         "*No module named 'encodings'*",
     )
     assert "mpwatch/" not in shown
+
+
+def test_ranks_that_do_not_meet_in_a_collective_fail_soon(run_pytest):
+    result = run_pytest(
+        """
+import torch.distributed
+
+@pytest.mark.mpwatch(nprocs=2, backend="gloo")
+def test_one_waits():
+    if mpwatch.current_worker().rank == 0:
+        torch.distributed.barrier()
+"""
+    )
+    result.assert_outcomes(failed=1)
+    match_output(result, "*rank 1 has returned, but rank 0 waits for it in barrier*")
+    assert result.duration < 40  # without the plugin's own limit it takes a minute

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import pytest
 
-from mpwatch import LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
+from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
 from mpwatch.integrations.pytest_plugin.names import MARK
 from mpwatch.integrations.pytest_plugin.rank_session import (
     PassedTestData,
@@ -30,6 +30,7 @@ from mpwatch.integrations.pytest_plugin.rank_session import (
 T = TypeVar("T")
 SHARED_FIXTURES = ("tmp_path",)  # set up in this process, and sent to all ranks
 TMP_PATH_FACTORY = "tmp_path_factory"  # pytest keeps its folders for some time after the tests
+STALL_SECONDS = 5.0  # for ranks that do not meet in a collective: steps of tests are shorter than those of trainings
 RESERVED_OPTIONS = ("check", "logs", "progress")  # options of WorkerGroup that the plugin sets itself
 PLAIN_TYPES = str | int | float | bool | None
 SKIP_OR_XFAIL = (pytest.skip.Exception, pytest.xfail.Exception)
@@ -115,6 +116,8 @@ class ModuleGroup:
         self._last_timeout: float | None = None  # the timeout of the last test
         self._read_positions: dict[Path, int] = {}  # for each log file, the position up to which it was read
         try:
+            if not isinstance(backend := options.get("backend"), Backend):
+                options = {**options, "backend": Backend(backend, stall_after=STALL_SECONDS)}
             self._group = WorkerGroup(**options, logs=logs, progress=False)
         except (TypeError, ValueError) as error:
             _fail_bad_mark(str(error))
