@@ -1076,6 +1076,10 @@ for fn, args in (print, (Trainer,)), (print, (trainer,)), (print, ({"a": trainer
 
 def test_the_part_is_named_with_its_own_reason():
     lines = python("-c", REFUSED).stdout.splitlines()
-    parts = ("args[0].lock is a _thread.lock", "args[0].__class__.lock is a _thread.lock", "args[0]['a'] is a builtins.generator")
+    parts = (
+        "args[0].lock is a _thread.lock",
+        "args[0].__class__.lock is a _thread.lock",
+        "args[0]['a'] is a builtins.generator",
+    )
     for line, part, reason in zip(lines, parts, ("'_thread.lock'", "'_thread.lock'", "'generator'"), strict=True):
         assert line == f"{part}, which cannot be sent to the ranks (TypeError: cannot pickle {reason} object)"

@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Call:
+class CallSpan:
     name: str
     start: float
     end: float | None = None  # not known: until the next call, or the end of the process
@@ -59,7 +59,7 @@ class Process:
     start: float = -math.inf  # not known
     pid: int | None = None
     ready: float | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CallSpan] = field(default_factory=list)
     end: float | None = None
     exited: WorkerExited | None = None
     outcome: str = ""
@@ -114,13 +114,13 @@ class Lane:
                 process = self._find_or_add(event)
                 process.ready = event.monotonic
                 if self.call:
-                    process.calls.append(Call(name=self.call, start=event.monotonic))
+                    process.calls.append(CallSpan(name=self.call, start=event.monotonic))
                 self.call = ""
             case CallStarted():
                 self.call = call_name
                 last = self.blocks[-1] if self.blocks else None
                 if isinstance(last, Process) and last.end is None and last.ready is not None:
-                    last.calls.append(Call(name=call_name, start=event.monotonic))
+                    last.calls.append(CallSpan(name=call_name, start=event.monotonic))
                     self.call = ""
             case RendezvousCompleted():
                 self.call = call_name  # the ranks may have changed

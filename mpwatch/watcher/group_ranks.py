@@ -37,7 +37,7 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.pickling.call_payload import Call as PackedCall
+from mpwatch.wire.pickling.call_payload import FunctionCall
 
 OnStart = Callable[[Caller], object]  # see GroupRanks.call
 
@@ -128,7 +128,7 @@ class GroupRanks:
         backend, version = self._spec.torch_backend, self._process_group_version
         # some ranks alone can neither make nor destroy a process group
         name = backend.name if ranks is None else None
-        packed = PackedCall(fn, args, kwargs, name, version, backend_timeout=backend.timeout)
+        packed = FunctionCall(fn, args, kwargs, name, version, backend_timeout=backend.timeout)
         started_at = monotonic()
         payload = pack_call(packed)
         has_succeeded, call = False, None

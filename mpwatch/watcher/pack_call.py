@@ -8,22 +8,22 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.per_rank import find_per_rank, format_argument
 from mpwatch.options.validation import name_of
 from mpwatch.wire.pickling import unpicklable
-from mpwatch.wire.pickling.call_payload import Call, Payload, find_refused, pack
+from mpwatch.wire.pickling.call_payload import FunctionCall, Payload, find_refused, pack
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 
-def pack_call(call: Call) -> Payload:
+def pack_call(call: FunctionCall) -> Payload:
     call = _split_call(call)
     return _pack(call, partial(_name_parts, call))
 
 
 def pack_items(items: Mapping[str, Any]) -> Payload:
     """Pack items of `mpwatch.map`. Raises LaunchError, which names the item that cannot be packed."""
-    call = Call(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
+    call = FunctionCall(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
     return _pack(call, items.items)
 
 
-def _split_call(call: Call) -> Call:
+def _split_call(call: FunctionCall) -> FunctionCall:
     """Move the values of PerRank arguments to `parts`, one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
@@ -32,10 +32,10 @@ def _split_call(call: Call) -> Call:
     kwargs = {key: None if key in found else value for key, value in call.kwargs.items()}
     parts = [dict(zip(found, values, strict=True)) for values in zip(*(p.values for p in found.values()), strict=True)]
     version, limit = call.process_group_version, call.backend_timeout
-    return Call(call.fn, args, kwargs, call.backend, version, backend_timeout=limit, parts=parts)
+    return FunctionCall(call.fn, args, kwargs, call.backend, version, backend_timeout=limit, parts=parts)
 
 
-def _name_parts(call: Call) -> list[tuple[str, Any]]:
+def _name_parts(call: FunctionCall) -> list[tuple[str, Any]]:
     parts: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
     parts += [(format_argument(position), value) for position, value in enumerate(call.args)]
     parts += [(format_argument(name), value) for name, value in call.kwargs.items()]
@@ -44,7 +44,7 @@ def _name_parts(call: Call) -> list[tuple[str, Any]]:
     return parts
 
 
-def _pack(call: Call, name_parts: Callable[[], Iterable[tuple[str, Any]]]) -> Payload:
+def _pack(call: FunctionCall, name_parts: Callable[[], Iterable[tuple[str, Any]]]) -> Payload:
     try:
         return pack(call)
     except Exception as error:

@@ -21,7 +21,7 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.pickling.call_payload import Call, Payload
+from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 
 T = TypeVar("T")
 
@@ -63,4 +63,6 @@ def run_single_node(
 
 def pack_spec(spec: WorkerSpec[Any]) -> Payload:
     backend = spec.torch_backend
-    return pack_call(Call(spec.fn, tuple(spec.args), spec.kwargs or {}, backend.name, backend_timeout=backend.timeout))
+    return pack_call(
+        FunctionCall(spec.fn, tuple(spec.args), spec.kwargs or {}, backend.name, backend_timeout=backend.timeout)
+    )

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import NoReturn
 
-    from mpwatch.wire.pickling.call_payload import Call
+    from mpwatch.wire.pickling.call_payload import FunctionCall
     from mpwatch.wire.pickling.packed import Packed
 
     ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
@@ -217,7 +217,7 @@ def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals, pr
     return _call_function(call)
 
 
-def _call_function(call: Call) -> object:
+def _call_function(call: FunctionCall) -> object:
     if call.backend is not None:
         from mpwatch.worker import process_group
 

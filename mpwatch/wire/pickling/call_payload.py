@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_INLINE_SIZE = 7 << 10
 
 
-class Call:
+class FunctionCall:
     __slots__ = ("args", "backend", "backend_timeout", "fn", "kwargs", "parts", "process_group_version")
 
     def __init__(
@@ -124,7 +124,7 @@ class _SpawnPopenStub:
         set_spawning_popen(None)
 
 
-def pack(call: Call) -> Payload:
+def pack(call: FunctionCall) -> Payload:
     """Pickle a call. Raises OSError, and every exception that pickling raises."""
     payload = Payload()
     try:
@@ -161,7 +161,7 @@ def _make_pickler(packed: Packed | Discarded) -> Pickler:
     return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
-def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
+def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> FunctionCall:
     """In a rank: load a call, and close its descriptors. Raises OSError, and what user code raises.
 
     `fds` is None if the rank could not receive the descriptors. `choose_part` returns the index of this rank's part.
@@ -180,7 +180,7 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
             for key, value in unpacked.load(1 + choose_part(number_of_parts)).items():
                 (args if isinstance(key, int) else kwargs)[key] = value
         _forget_command()
-        return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
+        return FunctionCall(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
         _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in _earlier_threads)
         _earlier_threads = None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy import ma
 
 from mpwatch.wire.pickling import call_payload, return_values
-from mpwatch.wire.pickling.call_payload import Call
+from mpwatch.wire.pickling.call_payload import FunctionCall
 from mpwatch.wire.pickling.packed import MIN_BUFFER_SIZE, map_packed
 from support.process_state import descriptors
 
@@ -27,7 +27,7 @@ def _fresh_main_module(monkeypatch):
 
 
 def send_as_argument(thing):
-    packed = call_payload.pack(Call(print, (thing,), {}, None))
+    packed = call_payload.pack(FunctionCall(print, (thing,), {}, None))
     try:
         return call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds], len).args[0]
     finally:
@@ -171,7 +171,7 @@ def test_buffers_are_released_if_pickling_fails(sent):
 
 def send_parts(parts, args=(None,)):
     """Return the calls that the ranks get, and the size of the payload."""
-    packed = call_payload.pack(Call(print, args, {"name": None}, None, parts=parts))
+    packed = call_payload.pack(FunctionCall(print, args, {"name": None}, None, parts=parts))
     try:
         calls = [
             call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds], lambda _, number=number: number)
