@@ -420,7 +420,7 @@ class ItemMap:
             feed.tasks.extend(tasks)
             feed.sent, feed.has_begun = len(tasks), False
         else:
-            feed.has_loaded = False  # its call is ending
+            self._close_channel(feed)  # its call is ending; all that it has sent was read
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:

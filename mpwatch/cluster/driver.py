@@ -488,6 +488,8 @@ class Driver:
         if isinstance(event, RendezvousCompleted):
             node.group_rank, node.ranks = event.group_rank, event.ranks
             self._losses.clear()
+            if self._decided is not None and self._decided.decision.attempt < event.attempt:
+                self._decided = None
             self._are_meeting = self._waits_for_more = False
             if self._begins_early:
                 self._begins_early = False

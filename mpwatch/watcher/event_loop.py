@@ -212,21 +212,23 @@ class EventLoop:
 
     def interrupt(self, event: m.Interrupted, call: Call | None = None) -> None:
         """Act as if the program had received a signal: for one call, or for the whole run."""
+        if event.signum == signal.SIGINT and event.cause is m.InterruptCause.SIGNAL:
+            calls = list(self._calls) if call is None else [call]
+            self.timers.call_at(monotonic() + RESIST_SECONDS, partial(self._name_resisting_ranks, calls))
         if call is not None:
             self._pass_on(event, call)
             return
         if not self._keep_ranks:
             self.interrupted = self.interrupted or event
             self._refuse_delayed()
-        if event.signum == signal.SIGINT and event.cause is m.InterruptCause.SIGNAL:
-            self.timers.call_at(monotonic() + RESIST_SECONDS, partial(self._name_resisting_ranks, list(self._calls)))
         for each in list(self._calls):
             self._handle(each, event)
         self._outbox.wake()
 
     def _name_resisting_ranks(self, calls: Iterable[Call]) -> None:
-        observed = {rank: seen for call in calls if not call.is_over for rank, seen in call.observed.items()}
-        if ranks := [rank for rank, seen in observed.items() if not seen.has_exited]:
+        observed = {rank: seen for call in calls if call in self._calls for rank, seen in call.observed.items()}
+        is_awaited = {rank: not (seen.has_exited or (self._keep_ranks and seen.answer)) for rank, seen in observed.items()}
+        if ranks := [rank for rank in observed if is_awaited[rank]]:
             text = "waiting up to %g s for %s to end after Ctrl-C; press Ctrl-C again to kill %s"
             self._deferred_log.warning(
                 text, self._spec.grace_period, format_ranks(ranks), "it" if len(ranks) == 1 else "them"

@@ -18,8 +18,7 @@ INTERPRETER_BYTES = 8_000_000  # private memory of a rank that has imported noth
 NEEDED_MODULES = ("threading", "thread", "select", "selectors", "os", "subprocess")
 
 
-def check_host(nprocs: int | str) -> None:
-    """Raise LaunchError if ranks cannot be started or watched in this process. Warn if there are too many for its memory."""
+def check_host() -> None:
     for module, name in MONKEYS:
         is_patched = getattr(sys.modules.get(module), name, None)
         if is_patched is not None and any(map(is_patched, NEEDED_MODULES)):
@@ -48,7 +47,10 @@ def check_host(nprocs: int | str) -> None:
                 "mpwatch was called in the main thread of a subinterpreter, where no signal can be handled; call it in the "
                 "main interpreter, or in another thread of the subinterpreter"
             ) from None
-    needed, available = int(nprocs) * INTERPRETER_BYTES if isinstance(nprocs, int) else 0, read_available_memory()
+
+
+def warn_of_memory(nprocs: int) -> None:
+    needed, available = nprocs * INTERPRETER_BYTES, read_available_memory()
     if available is not None and needed > available:
         log_now(
             WARNING,
