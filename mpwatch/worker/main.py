@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
-_first_excepthook = sys.excepthook
+_first_excepthook = sys.excepthook  # when the function was called
 
 
 def main(launch_info: LaunchInfo) -> None:
@@ -222,6 +222,8 @@ def _call_function(call: FunctionCall) -> object:
         from mpwatch.worker import process_group
 
         process_group.init(call.backend, call.process_group_version, call.backend_timeout)
+    global _first_excepthook
+    _first_excepthook = sys.excepthook
     try:
         value = call.fn(*call.args, **call.kwargs)
     except SystemExit as error:
@@ -314,9 +316,11 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     if not channel.send(failure.kind, plain, failure.at):
         _exit_without_channel(read_traceback_text(plain))
     channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
-    if sys.excepthook is not _first_excepthook and not isinstance(failure.error, SystemExit):  # the function has set it
+    hook = sys.excepthook
+    is_of_user = hook is not _first_excepthook and not (getattr(hook, "__module__", None) or "").startswith("torch.")
+    if is_of_user and not isinstance(failure.error, SystemExit):  # torch's prints the traceback
         with suppress(BaseException):
-            sys.excepthook(type(failure.error), failure.error, failure.error.__traceback__)
+            hook(type(failure.error), failure.error, failure.error.__traceback__)
 
 
 def _exit_without_channel(traceback_text: str = "") -> NoReturn:
