@@ -18,7 +18,6 @@ from mpwatch.os_support.clock import monotonic
 
 MAX_GAP = 2.0  # if the time between two drawings is longer, this program was stopped, and others had the terminal
 WRITE_SECONDS = 1.0  # if the terminal takes no output for this time, the write ends
-PAUSE_SECONDS = 0.1  # the same before a pause. At Ctrl-Z the ranks run until then
 
 _latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  weak reference to the last display made
 
@@ -64,7 +63,7 @@ class TerminalDisplay:
 
     def pause(self) -> None:
         """Release the reserved rows. At Ctrl-Z the kernel discards output, perhaps the end of an escape sequence."""
-        self._write(self._region.recover() + self._region.release(), PAUSE_SECONDS)
+        self._write(self._region.recover() + self._region.release(), WRITE_SECONDS)
         self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:

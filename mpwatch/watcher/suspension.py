@@ -3,10 +3,9 @@
     caller's thread                                       watcher thread
     ---------------                                       --------------
     handler of SIGTSTP: ProgramSuspension.request
-    ProgramSuspension.suspend: pause the live view
-                              --- Suspension ---------->  suspend_processes: SIGSTOP to the process group of each rank
+    ProgramSuspension.suspend --- Suspension ---------->  suspend_processes: SIGSTOP to the process group of each rank
                               <-- are_ranks_stopped ----  wait for `is_over`
-    SIGTSTP to itself
+    pause the live view; SIGTSTP to itself
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
@@ -70,10 +69,10 @@ class ProgramSuspension:
         suspension = Suspension()
         try:
             self._is_under_way = True
-            if self.view is not None:
-                self.view.pause()
             self._post(suspension)
             self._wait_until_ranks_are_stopped(suspension)
+            if self.view is not None:  # later, since the terminal may be full of what the ranks print
+                self.view.pause()
             _stop_this_program()
         finally:
             suspension.is_over.release()  # first: the watcher thread waits for it
