@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
-STANDARD_SIGNALS = [number for number in SIGNALS if number < getattr(signal, "SIGRTMIN", signal.NSIG)]
 # These signals ask a rank for its stacks. The first one has a handler in Python, the second one a handler in C (see
 # worker/stack_dumps.py). They are real-time signals, which few programs use. If they are None, they are not sent.
 PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None

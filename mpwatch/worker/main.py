@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
-_first_excepthook = sys.excepthook  # when the function was called
+_first_excepthook = sys.excepthook  # before any call
 
 
 def main(launch_info: LaunchInfo) -> None:
@@ -222,8 +222,6 @@ def _call_function(call: FunctionCall) -> object:
         from mpwatch.worker import process_group
 
         process_group.init(call.backend, call.process_group_version, call.backend_timeout)
-    global _first_excepthook
-    _first_excepthook = sys.excepthook
     try:
         value = call.fn(*call.args, **call.kwargs)
     except SystemExit as error:

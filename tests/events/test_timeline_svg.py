@@ -1,5 +1,6 @@
 """The picture of a run that notebooks show, drawn from streams of events that are made by hand."""
 
+import platform
 from xml.etree import ElementTree
 
 import mpwatch
@@ -87,3 +88,10 @@ def test_a_page_for_a_browser(tmp_path):
     assert draw_timelines(result.events) in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert mpwatch.RunFailedError(result)._repr_html_() in page
+
+
+def test_a_page_says_how_the_run_was_made(tmp_path):
+    mpwatch.run(int, 1, grace_period=3).to_html(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    for text in ("grace_period=3", f"mpwatch {mpwatch.__version__}", f"1 rank on {platform.node()}", "command"):
+        assert text in page

@@ -257,6 +257,21 @@ def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog)
     assert re.search(r"\(restart 1, 1 left\): node \d \(.*\) with rank", caplog.text)
 
 
+def test_a_job_whose_nodes_are_lost_again_ends_when_its_restarts_are_used_up():
+    engine = ProcessEngine()
+
+    def kill(event):
+        if isinstance(event, events.CallStarted):
+            engine.processes[-1].kill()
+
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        run(signal.pause, engine=engine, nodes=1, max_restarts=1, on_event=kill)
+    result = caught.value.result
+    assert result.root_cause.kind is mpwatch.FailureKind.LOST
+    assert [attempt.is_counted for attempt in result.attempts] == [False, True]
+    assert result.notes == ("not restarted again: all restarts are used up (max_restarts=1)",)
+
+
 # ---- Nodes that cannot run the function
 
 

@@ -188,6 +188,11 @@ def test_columns_and_rows_without_room_are_left_out():
     assert len(render_lines(*ranks, rows=24)) == 12
     assert all(len(line) <= 60 for line in render_lines(*ranks, columns=60))
     assert "memory" not in render_lines(*ranks, columns=60)[1]
+    assert "metrics" not in render_lines(*ranks, columns=40)[-11]
+    metrics = {"loss": 0.5, "accuracy": 0.25, "lr": 0.125}
+    narrow = render_lines(*statuses_with_steps(25, 50, metrics=metrics), columns=60)
+    text = " ".join(narrow[: narrow.index(next(line for line in narrow if line.startswith("rank ")))])
+    assert text == "step 25 of 100 (25 %); loss 0.5, accuracy 0.25, lr 0.125; 2 ranks running"  # and no bar
     assert render_lines(*ranks, rows=22)[1].split()[0] == "ranks"
     assert len(render_lines(*ranks, rows=4)) == 1
     assert render_lines(*ranks, rows=3) == render_lines(*ranks, columns=19) == []

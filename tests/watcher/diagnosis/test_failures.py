@@ -251,6 +251,15 @@ def test_an_excepthook_that_the_function_has_set_is_called_once(capfd):
         mpwatch.run(fail, 1)
     assert capfd.readouterr().out == "hook: ValueError x\n"
 
+    def set_hook():
+        sys.excepthook = lambda *_: print("of an earlier call", flush=True)
+
+    with mpwatch.WorkerGroup(1) as group:
+        group.run(set_hook)
+        with pytest.raises(mpwatch.RunFailedError, match="ValueError"):
+            group.run(int, ("x",))
+    assert capfd.readouterr().out == "of an earlier call\n"
+
 
 def test_a_heartbeat_timeout_without_heartbeats_is_warned_about_once(caplog):
     def wait():

@@ -236,3 +236,9 @@ def test_progress_bars_of_several_ranks_are_shown_as_lines(tmp_path, capfd):
         assert re.match(rf"\[{rank}\] bar {rank}: 100%\|.*\| 50/50 \[", line)
     assert rank == 1
     assert files_of(tmp_path)[0, 0, "stderr"].count(b"\r") > 10
+
+
+def test_a_folder_that_cannot_be_made_is_named():
+    text = r"^the stdout of rank 0 cannot be written to '/proc/nope/.*' \(see logs\): no folder can be made there$"
+    with pytest.raises(mpwatch.LaunchError, match=text):
+        mpwatch.run(failing.rank, 1, logs=LogSpec("/proc/nope"))
