@@ -11,17 +11,19 @@ SCRIPT = """
 import multiprocessing, signal
 import mpwatch
 
-def work(barrier):
-    barrier.wait()
+def work(paused):
     if mpwatch.current_worker().rank == 1:
-        signal.pause()
+        while True: paused.set(); signal.pause()
+    paused.wait()
     raise ValueError
 
 if __name__ == "__main__":
-    mpwatch.run(work, 2, args=(multiprocessing.get_context("spawn").Barrier(2),), check=False)
+    mpwatch.run(work, 2, args=(multiprocessing.get_context("spawn").Event(),), check=False)
 """
 LINES = {
-    number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.strip() in ("signal.pause()", "raise ValueError")
+    number
+    for number, line in enumerate(SCRIPT.splitlines(), 1)
+    if line.strip() in ("while True: paused.set(); signal.pause()", "raise ValueError")
 }
 
 

@@ -422,10 +422,11 @@ class CallMachine:
         actions: list[Action] = []
         for rank, phase in self.phase_table.phases.items():
             if phase in m.ALIVE_PHASES:
-                if phase in (RankPhase.RETURNED, RankPhase.FAILED, RankPhase.DETAILS_SENT):
-                    actions.append(m.RequestExit(rank))
                 signum = signum_for_running if phase is RankPhase.RUNNING else signal.SIGTERM  # SIGINT is for functions only
                 actions += [m.SendSignal(rank, signum), m.SendSignal(rank, signal.SIGCONT)]
+                if phase in (RankPhase.RETURNED, RankPhase.FAILED, RankPhase.DETAILS_SENT):
+                    # For a rank that ignores SIGTERM. Before SIGTERM, the signal could break off an atexit function.
+                    actions.append(m.RequestExit(rank))
                 self.phase_table.set_phase(rank, RankPhase.TERMINATING)
         return actions
 

@@ -72,8 +72,8 @@ def test_a_failure_stops_all_ranks_when_they_have_said_where_they_are():
     assert handle(machine, 1.1, m.StackDumped(0)) == []
     assert handle(machine, 1.1, m.StackDumped(2)) == [
         *terminate(0),
-        *(m.RequestExit(1), *terminate(1)),
-        *(m.RequestExit(2), *terminate(2)),
+        *(*terminate(1), m.RequestExit(1)),
+        *(*terminate(2), m.RequestExit(2)),
     ]
     assert machine.stopped_at == 1.0  # what ranks do after the request for stacks may be a consequence of it
     handle(machine, 2.0, *map(m.Exited, range(3)))
@@ -119,7 +119,7 @@ def test_the_root_cause_or_the_last_answer_ends_the_wait_for_it():
     machine = after(1.0, m.Failed(0, is_secondary=True), n=3)
     assert handle(machine, 1.5, m.Failed(2, is_secondary=True)) == []
     assert handle(machine, 1.6, m.Failed(1)) == [
-        action for rank in range(3) for action in (m.RequestExit(rank), *terminate(rank))
+        action for rank in range(3) for action in (*terminate(rank), m.RequestExit(rank))
     ]
     machine = after(0.5, m.Returned(1))
     assert handle(machine, 1.0, m.Failed(0, is_secondary=True)) == [m.RequestCollectives(1)]
@@ -140,7 +140,7 @@ def test_ctrl_c_reaches_only_functions_that_run():
     handle(machine, 0.5, m.Returned(1))
     assert handle(machine, 1.0, CTRL_C) == [m.DumpStacks(0)]
     to_function = [m.SendSignal(0, signal.SIGINT), m.SendSignal(0, signal.SIGCONT)]
-    assert handle(machine, 1.1, m.StackDumped(0)) == [*to_function, m.RequestExit(1), *terminate(1, 2)]
+    assert handle(machine, 1.1, m.StackDumped(0)) == [*to_function, *terminate(1), m.RequestExit(1), *terminate(2)]
     assert handle(machine, 1.5, m.Failed(0), m.Ready(2)) == [m.RequestExit(0), m.RequestExit(2)]
     assert (machine.stop_reason, machine.signum) == (m.StopReason.INTERRUPTED, signal.SIGINT)
 
@@ -310,7 +310,7 @@ def test_idle_ranks_are_asked_to_exit_and_ranks_that_start_are_stopped(phase):
 
 def test_the_end_of_a_group_stops_the_ranks_of_its_calls():
     machine = after(1.0, m.Returned(0), keep_ranks=True)
-    assert handle(machine, 2.0, m.Shutdown(), m.Shutdown()) == [m.RequestExit(0), *terminate(0, 1)]
+    assert handle(machine, 2.0, m.Shutdown(), m.Shutdown()) == [*terminate(0), m.RequestExit(0), *terminate(1)]
 
 
 # --- requests to stop
