@@ -114,11 +114,12 @@ _HOME = {
     "should_stop": ".worker.context",
     "submit": ".api",
 }
+_PACKAGES = ("events", "integrations")
 
 
 def __getattr__(name: str) -> object:
-    if name == "events":  # so that mpwatch.events.JsonLines(...) works without an import of its own
-        return import_module(".events", __name__)
+    if name in _PACKAGES:  # so that mpwatch.events.JsonLines(...) works without an import of its own
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name], __name__), name)
@@ -135,5 +136,5 @@ def unload_ipython_extension(shell: object) -> None:
     import_module(".integrations.ipython", __name__).unregister(shell)
 
 
-def __dir__() -> list[str]:
-    return __all__
+def __dir__() -> list[str]:  # what a tab key offers
+    return [*__all__, *_PACKAGES]

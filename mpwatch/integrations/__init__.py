@@ -9,3 +9,17 @@
 
 `import mpwatch` does not import an integration, and no integration imports another integration.
 """
+
+from importlib import import_module as _import_module
+
+_MODULES = ("accelerate", "dask", "ipython", "lightning", "pytest_plugin", "ray", "submitit", "transformers")
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return list(_MODULES)

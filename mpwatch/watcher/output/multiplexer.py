@@ -14,13 +14,14 @@ separate line, at most once in SHOW_SECONDS. The last update of a progress bar i
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mpwatch.watcher.output.line_assembler import LineAssembler, add_prefix
 
 HOLD_SECONDS = 0.2
 HOLD_BYTES = 1 << 16
 SHOW_SECONDS = 2.0  # before an unfinished line is shown, and between two updates of it
+COLOURS = (36, 33, 32, 35, 34)  # of prefixes, by rank: cyan, yellow, green, magenta and blue in a terminal
 
 
 class RankStream:
@@ -54,9 +55,13 @@ class RankStream:
 
 
 class OutputMultiplexer:
-    """Merges the output of all ranks. If only one rank can be shown, passthrough mode begins at once."""
+    """Merges the output of all ranks. If only one rank can be shown, passthrough mode begins at once.
 
-    def __init__(self, *, is_line_mode: bool, has_several_ranks: bool) -> None:
+    Prefixes have colours in the streams of `coloured`.
+    """
+
+    def __init__(self, *, is_line_mode: bool, has_several_ranks: bool, coloured: Collection[str] = ()) -> None:
+        self._coloured = coloured
         self._is_line_mode = is_line_mode
         self._has_several_ranks = has_several_ranks
         self._only_rank: int | None = None  # the rank that has printed so far, in passthrough mode
@@ -76,7 +81,7 @@ class OutputMultiplexer:
             self._change_to_line_mode()
         self._rank_streams[rank_stream] = None
         if self._is_line_mode:
-            self._write(rank_stream.stream, add_prefix(rank_stream.feed(data, now), rank_stream.make_prefix()))
+            self._write_lines(rank_stream, rank_stream.feed(data, now))
         elif self._only_rank is None and self._has_several_ranks:
             self._hold_back(rank_stream, data, now)
         else:
@@ -147,7 +152,13 @@ class OutputMultiplexer:
         rank_stream.discard_unfinished_line()
 
     def _write_update(self, rank_stream: RankStream) -> None:
-        self._write(rank_stream.stream, add_prefix(rank_stream.take_update(), rank_stream.make_prefix()))
+        self._write_lines(rank_stream, rank_stream.take_update())
+
+    def _write_lines(self, rank_stream: RankStream, lines: bytes) -> None:
+        prefix = rank_stream.make_prefix()
+        if prefix and rank_stream.stream in self._coloured:
+            prefix = b"\x1b[%dm%b\x1b[0m" % (COLOURS[rank_stream.rank % len(COLOURS)], prefix)
+        self._write(rank_stream.stream, add_prefix(lines, prefix))
 
     def _write(self, stream: str, data: bytes) -> None:
         if data:

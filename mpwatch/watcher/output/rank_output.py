@@ -29,10 +29,12 @@ Guarantees:
     - The use of memory is bounded, because bytes are written before more bytes are read.
 """
 
+import os
 import platform
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from typing import Any
 
 from mpwatch.options.log_spec import STREAMS, LogSpec, StreamRoute, in_notebook
 from mpwatch.options.worker_info import Worker
@@ -70,9 +72,13 @@ class RankOutput:
             return
         has_several_ranks = self._shown_ranks > 1
         is_line_mode = self._spec.prefix or (has_several_ranks and (self._spec.prefix is not None or not in_notebook()))
-        multiplexer = OutputMultiplexer(is_line_mode=bool(is_line_mode), has_several_ranks=has_several_ranks)
+        targets = {stream: getattr(self._spec, stream) or getattr(sys, stream) for stream in STREAMS}
+        coloured = {stream for stream, target in targets.items() if _shows_colours(target)}
+        multiplexer = OutputMultiplexer(
+            is_line_mode=bool(is_line_mode), has_several_ranks=has_several_ranks, coloured=coloured
+        )
         stop_fd = thread.stop_waiting_for_reader.fileno()
-        sinks = {stream: open_sink(getattr(self._spec, stream) or getattr(sys, stream), stop_fd) for stream in STREAMS}
+        sinks = {stream: open_sink(target, stop_fd) for stream, target in targets.items()}
         thread.post(partial(thread.start_call, multiplexer, sinks))
 
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
@@ -116,3 +122,10 @@ class RankOutput:
     def close(self) -> None:
         if self._output_thread is not None:
             self._output_thread.close()
+
+
+def _shows_colours(stream: Any) -> bool:
+    """Whether the stream is a terminal with colours, and the user has not turned them off (https://no-color.org)."""
+    with suppress(Exception):  # the calling program may have put any object there
+        return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+    return False

@@ -13,7 +13,7 @@ import pytest
 
 import mpwatch
 from mpwatch import LogSpec, RestartPolicy
-from support import failing
+from support import failing, screens
 from support.process_state import SPAWN
 from watcher.output import printing_functions
 
@@ -67,6 +67,15 @@ def test_a_custom_prefix(capfd):
     logs = LogSpec(show=1, prefix="{time:%Y}/{role}/{rank}/{local_rank}: ")
     mpwatch.run(printing_functions.print_text, 2, args=("a\n\nb",), logs=logs)
     assert re.fullmatch(r"(20\d\d/default/1/1: (a|b|)\n){3}", capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_prefixes_have_colours_in_a_terminal(no_color):
+    program = "import mpwatch; mpwatch.run(lambda: print('hello'), 2, logs=mpwatch.LogSpec(), progress=False)"
+    with screens.Program("-c", program, env={**os.environ, "NO_COLOR": no_color}) as terminal:
+        assert terminal.end() == 0
+    expected = [b"[0] hello", b"[1] hello"] if no_color else [b"\x1b[36m[0] \x1b[0mhello", b"\x1b[33m[1] \x1b[0mhello"]
+    assert sorted(terminal.output.splitlines()) == sorted(expected)
 
 
 def test_lines_are_as_a_terminal_shows_them(capfdbinary):
