@@ -23,6 +23,7 @@ LIBRARIES = (
     "<frozen ",
 )  # files that are not user code
 PACKAGES_PARTS = (f"{sysconfig.get_path('purelib')}/", "/site-packages/")  # of the files of installed packages
+TORCH_WRAPPER = "torch/distributed/c10d_logger.py"  # of each collective: it logs an error, in _get_msg_dict
 DEBUGGER_FILE = "/worker/debugger.py"
 ITEM_LOOP_FILE = "/worker/item_loop.py"  # it calls the function of `mpwatch.map`
 # What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
@@ -54,7 +55,8 @@ def format_location(stacks: str) -> str:
     for file, activity in ACTIVITIES_BY_FILE.items():
         if not is_item_loop and files[-1].startswith(PACKAGE_FOLDER + file):
             return f" {activity}{'' if is_of_library(frame.file) else place}"
-    innermost = next((each for each in frames if not each.file.startswith(PACKAGE_FOLDER)), frame)
+    shown = (each for each in frames if not each.file.startswith(PACKAGE_FOLDER) and not each.file.endswith(TORCH_WRAPPER))
+    innermost = next(shown, frame)
     function = f" in {innermost.function}" if innermost is not frame else ""
     return f"{function}{place}"
 
