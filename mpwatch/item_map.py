@@ -336,6 +336,8 @@ class ItemMap:
         try:
             yield from self._run()
             return
+        except ItemFailedError as error:
+            raise error.with_traceback(None)  # noqa: B904  the same error, without the frames of this module
         except _EndedBySignalError as error:
             end = error
         calls = [_get_result(handle) for handle in end.handles if handle.exception() is None]

@@ -90,6 +90,7 @@ def test_the_first_failure_is_raised():
     with pytest.raises(ItemFailedError) as caught:
         list(mpwatch.map(fn.fail_at_seven, range(100), 2))
     error = caught.value
+    assert len(caught.traceback) <= 3  # this test and two frames of mpwatch
     assert repr(error.__cause__) == "ValueError('seven')"
     assert isinstance(error, RunFailedError)
     assert (error.item_failure.index, error.item_failure.item, error.item_failure.attempts) == (7, "7", 1)
