@@ -85,6 +85,11 @@ class Node:
     def kill(self):
         return self.send(signal.SIGKILL)
 
+    def handles(self, number):
+        """Return whether the watcher has a handler for the signal."""
+        caught = Path(f"/proc/{self.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) >> number - 1 & 1)
+
     def outcome(self, within=WAIT_SECONDS):
         """Wait for the end of the process. Return error, cause and result of its call of `run`, and when it was called.
 

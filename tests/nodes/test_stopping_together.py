@@ -5,7 +5,7 @@ import signal
 import pytest
 
 import mpwatch
-from nodes.harness import AT_ONCE, NODE_TIMEOUT
+from nodes.harness import AT_ONCE
 
 SLOW = pytest.mark.slow
 USR1 = {"stop": [signal.SIGUSR1]}
@@ -39,7 +39,8 @@ def test_a_rank_stops_all_ranks_of_the_job(job):
 
 def test_a_request_before_the_nodes_have_met_ends_the_run(job):
     node = job.start(**USR1)
-    job.watch_for(NODE_TIMEOUT / 2)
+    while not node.handles(signal.SIGUSR1):
+        job.watch_for(0.01)
     sent_at = node.send(signal.SIGUSR1)
     outcome = node.outcome()
     assert outcome.ended - sent_at < AT_ONCE

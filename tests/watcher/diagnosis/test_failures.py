@@ -139,8 +139,8 @@ def test_helpers_are_killed_with_their_ranks(barrier):
 def test_a_timeout_stays_a_timeout_however_ranks_handle_sigterm():
     start = time.monotonic()
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(failing_functions.ends_at_sigterm, 4, args=(SPAWN.Array("i", 4), False), timeout=2.0)
-    assert 2.0 <= time.monotonic() - start < 8
+        mpwatch.run(failing_functions.ends_at_sigterm, 4, args=(SPAWN.Array("i", 4), False), timeout=2.0, grace_period=60)
+    assert 2.0 <= time.monotonic() - start < 60
     error, result = caught.value, caught.value.result
     assert isinstance(error, TimeoutError)
     verdict, late, ended = str(error).splitlines()
