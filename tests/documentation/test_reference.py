@@ -75,6 +75,6 @@ def test_the_docstrings_of_run_and_of_a_group_have_all_options():
         assert {name for names in named for name in names if name} == set(inspect.signature(documented).parameters)
 
 
-def test_the_help_of_run_fits_in_80_columns():
-    for documented in (mpwatch.run, mpwatch.submit, mpwatch.main):
+def test_the_help_of_long_functions_fits_in_80_columns():
+    for documented in (mpwatch.run, mpwatch.submit, mpwatch.main, mpwatch.map, mpwatch.should_stop, mpwatch.request_stop):
         assert [line for line in inspect.getdoc(documented).splitlines() if len(line) > 76] == []  # help() indents by 4
