@@ -85,12 +85,13 @@ HEAD = """# Benchmarks
 
 <!-- benchmarks/make_page.py makes this page from benchmarks/published.json -->
 
-This page compares mpwatch with other launchers: what a launch costs, and how soon a failure is noticed. Shorter bars are
-better. The date, the machine and the command of each measurement are below its table. Most rows of the last table
-have no command. A *round* measures each launcher once. The row *least possible* shows the time of a loop that starts as many
-processes as there are ranks. These processes do nothing.
-
-This command repeats all measurements in 80 minutes, on a machine that does nothing else:
+What a launch costs, and how soon a failure is noticed, with mpwatch and with other launchers. Less is better. All times
+are medians.
+"""
+HOW = """
+*Least possible* is a loop that starts as many processes as there are ranks; they do nothing.
+[Below](#where-the-figures-come-from) are the date, the machine and the command of each figure. To repeat all of them in
+80 minutes, on a machine that does nothing else:
 
 ```sh
 tox run -e bench
@@ -102,8 +103,7 @@ the days on which the README first published these figures.
 END = """
 ## Lightning: how a program ends after a failure
 
-Rank 1 fails while rank 0 is busy. The table shows the time in seconds from the failure to the end of the program, and the
-exit status of the program.
+Rank 1 fails while rank 0 is busy. Seconds from the failure to the end of the program, and its exit status:
 
 | rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
 |---|---|---|---|---|---|
@@ -114,14 +114,13 @@ exit status of the program.
 Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). Command:
 `python benchmarks/lightning_failures.py`.
 
-Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The column *watched* shows a program that uses `mpwatch.integrations.lightning.watched`.
-This program calls `sys.exit(error.exit_code)`, which sets its exit status. The time until this
-program ends includes the 1.3 s that its Python interpreter needs to exit.
+Lightning's script launcher (`"ddp"`) looks at its processes every five seconds, and after a failure kills all of them,
+your program included. The program in the column *watched* uses `mpwatch.integrations.lightning.watched` and ends with
+`sys.exit(error.exit_code)`. The time to its end includes the 1.3 s that its interpreter needs to exit.
 
 ## What the caller gets after a failure
 
-Each program has 3 ranks, and rank 1 fails. Here, torch elastic started a function, and not a script.
+Each program has 3 ranks, and rank 1 fails. torch elastic starts a function here, not a script.
 
 | what happens | torch.multiprocessing.spawn | torch elastic | mpwatch |
 |---|---|---|---|
@@ -135,11 +134,13 @@ the exception itself, after 0.015 s |
 | a rank leaves gloo, then raises | blames its victim, rank 2 | blames its victim, rank 0 | blames rank 1 |
 | a rank raises, and a thread of the rank goes on | waits for the thread | waits for the thread | ends at once |
 
-Date and machine: 2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The times in the
-first two rows are medians of five runs. All other rows come from one run each, and no script repeats these runs. The command
-`python benchmarks/bench.py raise sigkill` measures the same two failures with 8 ranks.
+Date and machine: 2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The times in the first two rows are
+medians of five runs; `python benchmarks/bench.py raise sigkill` measures the same two failures with 8 ranks. All other
+rows come from one run each, and no script repeats them.
 """
-BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
+BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 120, 700  # pixels
+OWN_COLOUR, COLOUR = "#4f7fd9", "var(--md-default-fg-color--lighter)"  # visible in the light and in the dark theme
+COLUMNS = (MPWATCH, "executor", "mp_spawn", "elastic")  # of the summary; the others share a column
 
 
 def format_value(value, figure):
@@ -153,51 +154,83 @@ def format_value(value, figure):
 
 
 def draw_bars(rows, figure):
-    """Return a bar chart as SVG, in the colours of the page's theme."""
+    """Return a bar chart as SVG, with the medians and how many times mpwatch's they are."""
     longest = max(row["median"] for row in rows)
+    own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
     height = len(rows) * (BAR + GAP)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="bar chart" style="max-width:{WIDTH}px">']
+    style = f"width:100%;min-width:500px;max-width:{WIDTH}px"
+    parts = [
+        f'<div style="overflow-x:auto"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="bar chart" style="{style}">'
+    ]
     for number, row in enumerate(rows):
         y = number * (BAR + GAP)
         width = max(1.0, (WIDTH - LEFT - RIGHT) * row["median"] / longest)
-        colour = "var(--md-primary-fg-color)" if row["launcher"] == MPWATCH else "var(--md-default-fg-color--light)"
+        colour = OWN_COLOUR if row["launcher"] == MPWATCH else COLOUR
+        times = row["median"] / own
+        ratio = "" if row["launcher"] == MPWATCH else f" ({times:.0f}x)" if times >= 10 else f" ({times:.2g}x)"
         text = f'font-size="13" fill="var(--md-default-fg-color)" y="{y + 14}"'
         parts += [
             f'<text {text} x="{LEFT - 8}" text-anchor="end">{escape(NAMES[row["launcher"]])}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>',
-            f'<text {text} x="{LEFT + width + 6:.1f}">{format_value(row["median"], figure)}</text>',
+            f'<text {text} x="{LEFT + width + 6:.1f}">{format_value(row["median"], figure)}{ratio}</text>',
         ]
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, "</svg></div>"])
 
 
-def format_record(record):
-    """Yield the lines of all measures of a record: a heading, a chart, a table, and where the figures come from."""
-    for measure, figure in dict.fromkeys((row["measure"], row["figure"]) for row in record["rows"]):
-        rows = [row for row in record["rows"] if (row["measure"], row["figure"]) == (measure, figure)]
-        rows.sort(key=lambda row: row["median"])
-        own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
-        setting = DESCRIPTIONS.get(measure, MEASURES[measure].description)
-        measured = re.sub("^(.+) -> ", r"the time from \1 until ", FIGURES[figure][0])
-        yield from (
-            f"## {TITLES.get(measure, measure)}",
-            "",
-            f"{setting}. Measured: {measured}.",
-            "",
-            draw_bars(rows, figure),
-            "",
-        )
-        yield from ("| launcher | median | ratio to mpwatch |", "|---|---|---|")
-        for row in rows:
-            ratio = f"{row['median'] / own:.2g}"
-            yield f"| {NAMES[row['launcher']]} | {format_value(row['median'], figure)} | {ratio} |"
-        origin = f"Date and machine: {record['date']}, {record['machine']}. Command: `{record['command']}`. {record['note']}"
-        yield from ("", origin.rstrip(), "")
+def list_measures(records):
+    """Yield each measure with its figure and its rows, the least first."""
+    for record in records:
+        for measure, figure in dict.fromkeys((row["measure"], row["figure"]) for row in record["rows"]):
+            rows = [row for row in record["rows"] if (row["measure"], row["figure"]) == (measure, figure)]
+            yield measure, figure, sorted(rows, key=lambda row: row["median"])
+
+
+def link(measure):
+    title = TITLES.get(measure, measure)
+    return f"[{title}](#{re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')})"
+
+
+def format_summary(records):
+    """Yield the lines of the first table: a row for each measure, with the medians of all launchers."""
+    yield from ("", f"| | {' | '.join(NAMES[launcher] for launcher in COLUMNS)} | another |", "|---|---|---|---|---|---|")
+    for measure, figure, rows in list_measures(records):
+        medians = {row["launcher"]: format_value(row["median"], figure) for row in rows}
+        cells = [medians.get(launcher, "") for launcher in COLUMNS]
+        others = [f"{NAMES[name]} {median}" for name, median in medians.items() if name not in (*COLUMNS, "floor")]
+        yield f"| {link(measure)} | **{cells[0]}** | {' | '.join(cells[1:])} | {', '.join(others)} |"
+
+
+def format_measure(measure, figure, rows):
+    """Yield the lines of a measure: a heading, what is measured, and a chart."""
+    setting = DESCRIPTIONS.get(measure, MEASURES[measure].description)
+    measured = re.sub("^(.+) -> ", r"the time from \1 until ", FIGURES[figure][0])
+    yield from (
+        f"## {TITLES.get(measure, measure)}",
+        "",
+        f"{setting}. Measured: {measured}.",
+        "",
+        draw_bars(rows, figure),
+        "",
+    )
+
+
+def format_origins(records):
+    """Yield the lines of the table that says where the figures come from."""
+    yield from (
+        "## Where the figures come from",
+        "",
+        "| figures | date and machine | command | notes |",
+        "|---|---|---|---|",
+    )
+    for record in records:
+        titles = ", ".join(link(measure) for measure in dict.fromkeys(row["measure"] for row in record["rows"]))
+        yield f"| {titles} | {record['date']}, {record['machine']} | `{record['command']}` | {record['note']} |"
 
 
 def make_page(records):
     """Return the text of the page."""
-    lines = [line for record in records for line in format_record(record)]
-    return "\n".join([HEAD, *lines]).rstrip() + "\n" + END
+    measures = [line for measure in list_measures(records) for line in format_measure(*measure)]
+    return "\n".join([HEAD.rstrip(), *format_summary(records), HOW, *measures, *format_origins(records)]) + "\n" + END
 
 
 def add_results(records, results, measures):

@@ -64,78 +64,90 @@ def run(
     debug: Debug | None = None,
     check: bool = True,
 ) -> RunResult[T]:
-    """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
+    """Run `fn(*args, **kwargs)` in `nprocs` processes and return their results.
 
-    Every rank is a child process of the calling process. When the first rank fails, mpwatch stops the other ranks. When
-    `run` returns or raises an exception, every rank is dead and reaped, and no process is left in the Unix process group of
-    any rank. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks until SIGCONT
-    resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits.
+    Every rank is a child process of this one. When the first rank fails,
+    mpwatch stops the others. When `run` returns or raises, every rank is dead
+    and reaped, and no process is left in its Unix process group. Ctrl-Z
+    suspends the ranks of a run in the main thread, too; no time limit counts
+    that time.
 
-    Args:
-        fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
-            closure, partial, bound method or callable object. The ranks do not import `__main__` again, so a script needs no
-            `__main__` guard. Or a WorkerSpec, which has all other options except `check`.
-        nprocs: number of ranks. "gpu" means one rank for each GPU. "cpu" means one rank for each CPU that this process may
-            use. "auto" means "gpu" if there is a GPU, and otherwise "cpu".
-        args: positional arguments, the same for every rank, except those that are a `PerRank`. A rank learns its identity
-            from `current_worker()`, from the environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or from torch.distributed.
+    Args: the call
+        fn: anything that cloudpickle can pickle, such as lambdas, closures and
+            functions of a notebook; scripts need no `__main__` guard. Or a
+            WorkerSpec, which has all options but `check`.
+        nprocs: number of ranks, or "gpu" (one per GPU), "cpu" (one per CPU that
+            this process may use), "auto" ("gpu" if there is a GPU, else "cpu").
+        args: positional arguments, the same for every rank, except a `PerRank`.
+            A rank learns who it is from `current_worker()`, the environment
+            (RANK, LOCAL_RANK, WORLD_SIZE, ...) or torch.distributed.
         kwargs: keyword arguments.
-        backend: the process group of torch.distributed that each rank makes before it calls fn, and destroys after the call,
-            such as "gloo" or "nccl". "auto" means nccl if there are GPUs, and otherwise gloo. A Backend also sets limits for
-            collectives. None means that mpwatch makes no process group.
-        env: extra environment variables for the ranks, or a function that returns them for a Worker.
-        timeout: limit for the whole run in seconds, restarts included. None means no limit.
-        heartbeat_timeout: the longest time in seconds without a call of `mpwatch.heartbeat()` or `mpwatch.report()`. The
-            limit holds from the rank's first heartbeat or report on. A rank that exceeds this limit has failed
-            (FailureKind.HANG). None means no limit.
-        grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank whose function has returned has the
-            same time to exit.
-        max_restarts: how many times all ranks are restarted after a failure. A RestartPolicy also says after which failures,
-            and with which delays. The function must resume by itself, for example from a checkpoint.
-            `current_worker().restart_count` counts the restarts.
-        keep_going: True means that the ranks do not depend on each other: a rank that fails does not stop the other ranks,
-            and with `max_restarts` only the failed rank is restarted. At the end RunFailedError says how many ranks failed,
-            and `error.result` has the values of the other ranks.
-        stop: signals to this process that ask all ranks to save and return, such as (signal.SIGUSR1, signal.SIGTERM). A
-            StopPolicy also sets time limits.
-        placement: the CPUs on which each rank runs: "cores", "numa" or a function. A Placement also says which GPUs each
-            rank sees. None means all of them.
-        logs: where stdout and stderr of the ranks go. See LogSpec. None means that they go to the caller's stdout and
-            stderr. In a notebook, None means that the output is captured and shown in the calling cell.
-        progress: live view of the `report()` calls of the ranks. None shows the view in a terminal or a notebook, from the
-            first report on. True shows the view from the start. Without a terminal or a notebook, the view then consists of
-            lines on stderr. False never shows the view.
-        on_event: a function or several functions. `run` calls them in this thread with each `mpwatch.Event` except
-            `events.Progressed`. A function that raises an exception gets no more events. A KeyboardInterrupt from a function
-            ends the run. While a function runs, signals are deferred, except a second Ctrl-C.
-        on_progress: the same for the events `events.Progressed`: the newest report of each rank, four times a second.
-        rendezvous: how the nodes of a job on several machines find one another. See Rendezvous. Each node makes the same
-            call, with the number of its own ranks as `nprocs`. None means that the run uses only this machine.
-        debug: "locals" means that the frames of a rank's exception have the text of their local variables. Debuggers
-            (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
-            The rank calls `repr` for the variables, for at most one second. A text has at most 2,000 characters, and a frame
-            has at most 100 variables. The texts are not sent to other nodes. None is the default because variables can
-            contain secrets. "post_mortem" means that a pdb prompt opens when a rank raises an exception, at the line that
-            raised, and before any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the
-            stack and the variables of rank N. When you leave the prompt (`q`), the run fails as without this option. Without
-            a terminal or a notebook, mpwatch only logs a warning that no prompt can open.
-        check: False means that `run` returns the result of a failed run, and raises no RunFailedError.
+        backend: the process group of torch.distributed during the call, such as
+            "gloo", "nccl" or "auto" (nccl if there are GPUs, else gloo). A
+            Backend also limits collectives. None: no process group.
+        env: extra environment variables, or a function from a Worker to them.
+        check: False returns the result of a failed run, and raises no
+            RunFailedError.
+
+    Args: limits
+        timeout: seconds for the whole run, restarts included. None: no limit.
+        heartbeat_timeout: seconds after which a rank without a `heartbeat()` or
+            `report()` has failed (FailureKind.HANG), counted from its first one
+            on. None: no limit.
+        grace_period: seconds between SIGTERM and SIGKILL when a rank is
+            stopped, and for the exit of a rank whose function has returned.
+
+    Args: restarts
+        max_restarts: how often all ranks are restarted after a failure. fn must
+            resume by itself, for example from a checkpoint. A RestartPolicy
+            also says after which failures, and with which delays.
+        keep_going: True if ranks do not depend on each other: a failure stops
+            no other rank, and only the failed rank is restarted. RunFailedError
+            comes at the end; its `result` has the values of the others.
+        stop: signals to this process that ask all ranks to save and return, for
+            example (signal.SIGTERM,). A StopPolicy also has time limits.
+
+    Args: output
+        logs: where stdout and stderr of the ranks go: see LogSpec. None: to
+            those of the caller, or into the notebook cell that made the call.
+        progress: live view of `report()`. None: in a terminal or notebook, from
+            the first report on. True: from the start, and without a terminal or
+            notebook as lines on stderr. False: never.
+
+    Args: looking inside
+        on_event: a function, or several, that `run` calls in this thread with
+            each `mpwatch.Event`, except `events.Progressed`. One that raises
+            gets no more events.
+        on_progress: the same for `events.Progressed`: the newest report of each
+            rank, four times a second.
+        debug: "locals" keeps the text of local variables (perhaps secrets) with
+            the frames of a rank's exception. "post_mortem" opens a prompt of
+            pdb where a rank raises, before any rank is stopped.
+
+    Args: machines
+        placement: the CPUs of each rank: "cores", "numa" or a function. A
+            Placement also says which GPUs it sees. None: all of them.
+        rendezvous: how the nodes of a job meet: see Rendezvous. Each node makes
+            the same call, with its own `nprocs`. None: this machine alone.
 
     Returns:
-        A RunResult with the return values by rank. `result[3]` is the value of rank 3, and iteration yields the values in
-        the order of ranks. In a job of several nodes, each node gets the values of its own ranks: see `RunResult.items`.
+        A RunResult. `result[3]` is the value of rank 3, and iteration yields
+        the values in the order of ranks. On several nodes, each node gets the
+        values of its own ranks: see `RunResult.items`.
 
     Raises:
-        RunFailedError: a rank failed. `__cause__` is the rank's own exception. A rank that exits without returning has
-            failed, too.
-        RunTimeoutError: `timeout` was exceeded, or the `timeout` of a StopPolicy after a request that was not a signal.
-        LaunchError: the ranks could not be started, and no rank is left. With `rendezvous`, this error also comes if the
+        RunFailedError: a rank failed, or exited without returning. `__cause__`
+            is the rank's own exception.
+        RunTimeoutError: `timeout` was exceeded, or the `timeout` of a
+            StopPolicy after a request that was not a signal.
+        LaunchError: the ranks could not be started, and none is left; or the
             nodes have not met within `join_timeout` or `timeout`.
-        TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs. No rank was started.
-        RuntimeError: the call is made in a rank while the module of its function is imported. The new ranks would import
-            this module, too.
-        KeyboardInterrupt: the user pressed Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit. The
-            note of the exception says where each rank was, and which step the rank had reported last.
+        TypeError, ValueError: an argument is not valid, or fn does not take
+            these args and kwargs. No rank was started.
+        RuntimeError: the call is made in a rank while the module of its
+            function is imported. The new ranks would import it, too.
+        KeyboardInterrupt: Ctrl-C. The ranks got SIGINT, too, and grace_period
+            seconds to exit. Its note says where each was, and its last step.
     """
     __tracebackhide__ = True  # IPython and pytest then show the user's frames only
     check_flag("check", check)
@@ -205,15 +217,16 @@ def submit(fn: Callable[..., T], nprocs: Nprocs, **options: Unpack[RunOptions]) 
 def submit(
     fn: Callable[..., T] | WorkerSpec[T], nprocs: Nprocs | None = None, *, check: bool = True, **options: Unpack[CallOptions]
 ) -> "RunHandle[T]":
-    """Start a run in a new thread, and return at once, without waiting for the run.
+    """Start a run in a new thread, and return at once.
 
-    The arguments are those of `run`. They are pickled before `submit` returns. The thread of the run calls the functions
-    that you pass as `on_event`, `on_progress`, `retry_if` and `env`. mpwatch installs no signal handlers for a run that
-    `submit` starts. A program that ends does not wait for submitted runs. At the end of the program, mpwatch sends SIGTERM
-    to the ranks of submitted runs. A rank that has not exited after `grace_period` gets SIGKILL.
+    The arguments are those of `run`, pickled before `submit` returns. The
+    thread of the run calls `on_event`, `on_progress`, `retry_if` and `env`, and
+    installs no signal handlers. A program that ends does not wait for submitted
+    runs: their ranks get SIGTERM, and after `grace_period` SIGKILL.
 
     Returns:
-        A RunHandle, which is a `concurrent.futures.Future` of the RunResult. It can also end and inspect the run.
+        A RunHandle: a `concurrent.futures.Future` of the RunResult that can
+            also end and inspect the run.
 
     Raises:
         LaunchError: the function or its arguments cannot be pickled.
@@ -247,18 +260,17 @@ def main(fn: Callable[..., T], nprocs: Nprocs, **options: Unpack[CallOptions]) -
 
 
 def main(fn: Callable[..., T] | WorkerSpec[T], nprocs: Nprocs | None = None, **options: Unpack[CallOptions]) -> RunResult[T]:
-    """Call `run`. If a rank fails, print the report on stderr, and end the program with that rank's exit status.
+    """Call `run`; if a rank fails, print the report and exit with its status.
 
-    Use `main` only in a program whose single task is the run, because `main` ends the program after a failure. The exit
-    status comes from the rank that failed first. The exit status is 1 after an exception, 128 + n if signal n killed the
-    rank, and 124 after a timeout. If the rank failed because it called `sys.exit(n)` or `os._exit(n)`, the exit status of
-    the program is n. If the rank called `sys.exit(0)` or `os._exit(0)` before its function returned, the exit status of the
-    program is 1.
+    For a program whose single task is the run. The report goes to stderr. The
+    exit status is that of the rank that failed first: 1 after an exception, 128
+    + n if signal n killed it, 124 after a timeout, n after `sys.exit(n)` or
+    `os._exit(n)`, and 1 if n is 0, since the rank had not returned.
 
-    In a job of several nodes, `main` exits with the same status on every node, because some schedulers keep the status of
-    only one node. If the program on a node receives a signal such as SIGTERM, the program dies of this signal.
-
-    The arguments are those of `run`, except `check`.
+    On several nodes, the status is the same on every node, because some
+    schedulers keep the status of only one. A program that receives a signal
+    such as SIGTERM dies of it. The arguments are those of `run`, except
+    `check`.
 
     Returns:
         The result of `run`.

@@ -146,54 +146,68 @@ def map(
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
-    A rank gets the next items as soon as it is free. mpwatch starts the ranks at the first call of `next` on the iterator,
-    and stops them when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so `fn` can
-    load a model once and keep it there. Do not keep a model in an attribute of `fn`, because the rank gets a new copy of
-    `fn` after an item has failed.
+    A rank gets the next items as soon as it is free. The ranks start at the
+    first `next` and stop when the iterator ends or is closed.
+    `current_worker().state` lasts from item to item, so `fn` can load a model
+    once and keep it there, but not in an attribute of `fn`: after a failed item
+    the rank gets a new copy.
 
-    An item fails if `fn` raises an exception, or if the rank dies while it works on the item. mpwatch restarts a rank that
-    dies. A rank sends each value before the rank begins the next item, so at most one item fails when a rank dies. mpwatch
-    calls `fn` again for an item only if the item has failed and `max_restarts` allows another try.
+    An item fails if `fn` raises, or if the rank dies in it. A rank that dies is
+    restarted, and at most one item fails with it, since a rank sends each value
+    before it begins the next item. `fn` is called again for an item only if it
+    has failed and `max_restarts` allows another try.
 
-    The iterator takes items from `items`, and receives values from the ranks, only during a call of `next`. Between two
-    calls of `next`, a rank can work only on the items that it has already received. If the body of a `for` loop over the
-    values raises an exception, the iterator and its ranks stay alive, unless the loop is in
-    `with contextlib.closing(mpwatch.map(...)) as values:`.
+    Items are taken from `items`, and values received, only during `next`;
+    between two calls a rank works on what it already has. If the body of a
+    `for` loop raises, the ranks stay alive, unless the loop is in `with
+    contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
-        fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
-        items: any iterable, which may be endless. It is iterated in the caller's thread, only as far as the ranks need
-            items.
+        fn: a function of one argument. For more use `functools.partial`, or
+            items that are tuples.
+        items: any iterable, also an endless one. It is iterated in the caller's
+            thread, only as far as the ranks need.
         nprocs: number of ranks, as for `mpwatch.run`.
-        ordered: True means that the values are yielded in the order of the items. False means that `(index, value)` is
-            yielded as soon as there is a value. `index` counts the items from 0.
-        on_error: with "raise", ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and
-            values that were not yielded are dropped. With "yield", an ItemFailure is yielded in place of the value of a
-            failed item.
-        chunksize: the most items that are sent to a rank together. None means 256. There are as many as take about 20 ms: a
-            rank that has worked so long on its items gives back those that it has not begun.
-        buffersize: with ordered=True, the maximum number of items that are in work, or whose values wait to be yielded. So
-            this option limits how many later values are kept while an item is slow. If it is less than `nprocs`, some ranks
-            have nothing to do. None means 256 for each rank.
-        max_restarts: how many times an item is tried again after it has failed. A RestartPolicy also sets delays and
-            `retry_if` for the new tries. It applies to each item separately. `scope`, `reset_after` and `max_no_progress`
-            have no effect.
-        options: these options of `mpwatch.run`: `env`, `heartbeat_timeout`, `grace_period`, `placement`, `logs`,
-            `progress`, `on_event`, `on_progress` and `debug="locals"`, and `preload` of WorkerGroup. `progress` shows a bar
-            of the items: None in a terminal or a notebook, after one second; True everywhere, from the start. The time limit
-            for an item is `heartbeat_timeout`, which includes the time to pickle the value. Each item begins with a
-            heartbeat, and `fn` may send more heartbeats.
+        ordered: True yields the values in the order of the items. False yields
+            `(index, value)` as soon as there is a value; `index` counts the
+            items from 0.
+        on_error: "raise" raises ItemFailedError as soon as an item has failed,
+            stops all ranks and drops values that were not yielded. "yield"
+            yields an ItemFailure in place of the value.
+        chunksize: the most items that are sent to a rank together. None means
+            256. There are as many as take about 20 ms; a rank that has worked
+            so long gives back those that it has not begun.
+        buffersize: with ordered=True, the most items that are in work, or whose
+            values wait to be yielded. It limits how many later values are kept
+            while an item is slow. Below `nprocs`, some ranks have nothing to
+            do. None means 256 for each rank.
+        max_restarts: how often an item is tried again after it has failed. A
+            RestartPolicy also sets delays and `retry_if`, for each item
+            separately; its `scope`, `reset_after` and `max_no_progress` have no
+            effect.
+        options: of `mpwatch.run`: `env`, `heartbeat_timeout`, `grace_period`,
+            `placement`, `logs`, `progress`, `on_event`, `on_progress`,
+            `debug="locals"`; of WorkerGroup: `preload`. `progress` shows a bar
+            of the items: None in a terminal or a notebook, after one second;
+            True everywhere, from the start. `heartbeat_timeout` limits an item,
+            including the time to pickle its value: each begins with a
+            heartbeat, and `fn` may send more.
 
     Yields:
         The values, or with ordered=False the pairs of index and value.
 
     Raises:
-        ItemFailedError: an item failed, and `on_error` is "raise". `__cause__` is the rank's own exception.
-        RunFailedError: the ranks cannot load the function, or die before they have loaded it.
-        LaunchError: the ranks could not be started, or an item cannot be pickled.
-        TypeError, ValueError: an argument is not valid, or fn does not take one argument.
-        KeyboardInterrupt: the user pressed Ctrl-C. All ranks are stopped.
-        Exception: the iteration of `items` raised this exception. Values that were not yielded are dropped.
+        ItemFailedError: an item failed, and `on_error` is "raise". `__cause__`
+            is the rank's own exception.
+        RunFailedError: the ranks cannot load the function, or die before they
+            have loaded it.
+        LaunchError: the ranks could not be started, or an item cannot be
+            pickled.
+        TypeError, ValueError: an argument is not valid, or fn does not take one
+            argument.
+        KeyboardInterrupt: Ctrl-C. All ranks are stopped.
+        Exception: the iteration of `items` raised this exception. Values that
+            were not yielded are dropped.
     """
     check_call(
         fn, (None,), None, advice="An item is one argument: use functools.partial for others, or items that are tuples"

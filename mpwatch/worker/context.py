@@ -121,29 +121,31 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
 
 
 def should_stop(step: int) -> bool:
-    """Return whether this rank should save its state and return now, before it does this step.
+    """Return whether this rank should save and return now, before this step.
 
-    A stop is requested by a signal of the option `stop`, by `request_stop()`, or by `StopPolicy(after=...)`. Before a stop
-    is requested, `should_stop` returns False. After a stop request, the ranks agree on one step: the first step that no rank
-    has begun. At the agreed step, `should_stop` returns True on all ranks. So all ranks can save the same state, and no rank
-    waits in a collective for a rank that has stopped:
+    A stop is requested by a signal of the option `stop`, by `request_stop()`,
+    or by `StopPolicy(after=...)`. Then the ranks agree on the first step that
+    none of them has begun, and `should_stop` returns True on all of them at
+    this step. So all save the same state, and none waits in a collective for
+    one that has stopped:
 
         for step in range(first_step, steps):
             if mpwatch.should_stop(step):
                 return save(step)
             train(step)
 
-    Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
-    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. If a rank has returned, or
-    never calls `should_stop`, the other ranks do not wait for this rank. For example, if rank 0 returns after step 9 and a
-    stop is requested later, the other ranks finish step 9 before they stop. If rank 0 has only 10 steps and the other ranks
-    stop at step 20, rank 0 ends normally: `should_stop` never returns True in rank 0. With `RestartPolicy(scope="worker")`,
-    ranks do not communicate, so each rank stops at its own next step.
+    Call it in every rank at the same steps, always in the same thread. A step
+    lower than the previous one begins a new epoch, whose steps come after all
+    steps before. The others do not wait for a rank that has returned, or never
+    calls `should_stop`: if rank 0 returns after step 9, they finish step 9
+    before they stop. If they stop at step 20 and rank 0 has only 10 steps, it
+    ends normally and never sees True. With `RestartPolicy(scope="worker")`,
+    ranks do not communicate, and each stops at its own next step.
 
-    A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits until the ranks
-    agree on the step. The agreement takes some milliseconds, or some tenths of a second with several nodes. If a node is
-    lost, `should_stop` can wait for up to `node_timeout` seconds. Outside a rank, and in a process that a rank has forked,
-    `should_stop` returns False.
+    A call takes a fraction of a microsecond. After a request it waits until the
+    ranks agree: some milliseconds, some tenths of a second with several nodes,
+    up to `node_timeout` if a node is lost. Outside a rank, and in a process
+    that a rank has forked, it returns False.
 
     Args:
         step: the number of the step that comes next.
@@ -160,19 +162,20 @@ def should_stop(step: int) -> bool:
 def request_stop() -> bool:
     """Ask all ranks to save their state and return.
 
-    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. The request of a rank in a run
-    is for all ranks of this run, on all nodes. The request of a rank in a WorkerGroup is for all ranks that run the same
-    call. If a rank has started other ranks with `mpwatch.run`, the rank's request does not stop these other ranks.
+    `should_stop` then returns True on all ranks at the same step. In a rank,
+    this is a request to all ranks of its run, on all nodes, or to all that run
+    the same call of a WorkerGroup; not to ranks that a rank has started with
+    `mpwatch.run`. In the program that has started ranks, it is a request to all
+    its unfinished runs and to all calls of a WorkerGroup that have begun.
+    `RunHandle.request_stop` stops a single one.
 
-    The program that has started the ranks can call `request_stop`, too. This request is for all unfinished runs of the
-    program, and for all calls of a WorkerGroup that have begun. To stop a single run or call, use `RunHandle.request_stop`.
-
-    Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, another
-    request changes nothing for these ranks. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop
-    over its results.
+    Any thread, observer or signal handler may call it, and a second request
+    changes nothing. It does not end `mpwatch.map`: leave the loop over its
+    results.
 
     Returns:
-        Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.
+        Whether the request was sent to any rank. It is False if this process is
+        no rank and has no ranks that work.
     """
     global _is_stop_requested
     if _request_stop is None:

@@ -70,6 +70,11 @@ def test_every_variable_of_a_rank_is_listed():
 
 def test_the_docstrings_of_run_and_of_a_group_have_all_options():
     for documented in (mpwatch.run, mpwatch.WorkerGroup):
-        arguments = inspect.cleandoc(documented.__doc__).partition("\nArgs:\n")[2].partition("\n\n")[0]
-        named = re.findall(r"^    (\w+): |^    (\w+), (\w+): ", arguments, re.MULTILINE)
+        sections = re.findall(r"^Args:.*\n((?:    .*\n)+)", inspect.cleandoc(documented.__doc__), re.MULTILINE)
+        named = re.findall(r"^    (\w+): |^    (\w+), (\w+): ", "".join(sections), re.MULTILINE)
         assert {name for names in named for name in names if name} == set(inspect.signature(documented).parameters)
+
+
+def test_the_help_of_long_functions_fits_in_80_columns():
+    for documented in (mpwatch.run, mpwatch.submit, mpwatch.main, mpwatch.map, mpwatch.should_stop, mpwatch.request_stop):
+        assert [line for line in inspect.getdoc(documented).splitlines() if len(line) > 76] == []  # help() indents by 4

@@ -1,4 +1,4 @@
-"""What mpwatch does with a GPU: one card is enough, and at most eight minutes. See `Check a GPU` in CONTRIBUTING.md."""
+"""What mpwatch does with a GPU: one card is enough, and at most eight minutes. CONTRIBUTING.md has the command."""
 
 import os
 import re
