@@ -42,6 +42,17 @@ def test_the_readme_shows_the_image():
     assert f"({IMAGE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
 
 
+def test_the_report_shows_the_verdict(tmp_path):
+    python(str(ROOT / "docs" / "failure_report.py"), str(tmp_path / "report.svg"))
+    for picture in (tmp_path / "report.svg", ROOT / "docs" / "failure_report.svg"):
+        text = read_svg_text(picture)
+        assert (
+            "RunFailedError: rank 2 failed first: ValueError: shard 2 has 17 columns, not 16 (crash.py:15 in load)" in text
+        )
+        assert "ranks 0-1, 3: stopped by the watcher in all_reduce" in text
+        assert str(ROOT) not in text
+
+
 def test_the_timeline_shows_the_failure_and_the_restart(tmp_path):
     python(str(ROOT / "docs" / "timeline.py"), str(tmp_path / "timeline.svg"))
     for picture in (tmp_path / "timeline.svg", ROOT / "docs" / "timeline.svg"):
