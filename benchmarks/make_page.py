@@ -81,7 +81,12 @@ DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
         "its default value"
     ),
 }
-HEAD = """# Benchmarks
+HEAD = """---
+hide:
+  - navigation
+---
+
+# Benchmarks
 
 <!-- benchmarks/make_page.py makes this page from benchmarks/published.json -->
 

@@ -32,7 +32,7 @@ def capture_screen() -> list[Text]:
 def main(path: str = str(ROOT / "docs" / "failure_report.svg")) -> None:
     """Save the image."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    for row in capture_screen():
+    for row in [*capture_screen(), Text()]:  # below the last line, or its underscores are cut off
         console.print(row, no_wrap=True, crop=False)
     console.save_svg(path, title=f"python {PROGRAM.name}", unique_id="failure-report")
 
