@@ -1,22 +1,19 @@
 """`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over.
 
-    threads of NodeLinks       put what nodes send into the queue of messages (links.py)
+    thread of the JobServer    puts what nodes send, and what the coordinator decides, into the queue of messages
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **joined** the job when it has met the other nodes in a rendezvous. Only a node that has joined starts its ranks.
-A node that has not joined waits for other nodes, for at most `join_timeout` seconds. As soon as one node has ended, the
-driver stops each connected node that has not joined.
+A node has **begun** when it has connected to the driver, and **joined** the job when it has met the other nodes in a
+rendezvous. Only a node that has joined starts its ranks. A node that has not joined waits for other nodes, for at most
+`join_timeout` seconds. As soon as one node has ended, the driver stops each node that has begun and not joined.
 
 Guarantees:
 
-- The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
-- While no node has ended, the driver lets the ranks run without a time limit. When the first node has ended, the other nodes
-  have `grace_period` + END_SECONDS to announce their outcomes. If a node has announced no outcome in time, the driver stops
-  all nodes.
-- The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
-- The driver waits without limit for an outcome that a node has announced, because sending a large outcome takes time. But
-  after the driver has stopped the nodes, it waits at most `grace_period` + END_SECONDS for their outcomes.
+- The driver waits without limit for the first node to begin, unless `queue_timeout` is set, and while no node has ended.
+- When the first node has ended, the other nodes have `grace_period` + END_SECONDS to announce their outcomes. If one has
+  not done so, the driver stops all nodes, and waits for their outcomes for the same time once more.
+- The driver waits without limit for an outcome that a node has announced, since to send a large outcome takes time.
 - The job succeeds only if the driver has received the outcome of every node that has ranks.
 """
 
@@ -30,25 +27,24 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import dropwhile
 from typing import Any
 
 import mpwatch
 from mpwatch.cluster.attempts import JobAttempts
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
-from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec, run_node
 from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
-from mpwatch.cluster.signed_connection import SignedConnection, shut_down
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted, Restarting
 from mpwatch.nodes.coordinator import Decided
-from mpwatch.nodes.messages import NextStep
+from mpwatch.nodes.failure_codec import make_lost_failures
+from mpwatch.nodes.messages import LostNode
+from mpwatch.nodes.server import Link
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import add_summary, summarize_exception
+from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -56,102 +52,73 @@ from mpwatch.wire.exceptions.decoder import USER_ERRORS
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
-ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
+ERROR_LINES = 8  # of the end of the text of an engine's error
 
 
 @dataclass
 class _Node:
     number: int
     hostname: str = ""
-    connection: SignedConnection | None = None
-    """None until the node has connected."""
+    link: Link | None = None
+    """None until the node has begun."""
     has_ended: bool = False
     """Whether the node has announced its outcome."""
     is_link_closed: bool = False
     """Whether the driver has received everything that the node has sent."""
     group_rank: int | None = None
-    """The number of the node in the latest round of the rendezvous. None if the node has not joined."""
+    """In the latest round of the rendezvous. None if the node has not joined."""
     ranks: tuple[int, ...] = ()
-    """The ranks of the node in the latest round."""
+    """In the latest round."""
     is_stopped: bool = False
     """Whether the driver has stopped the node."""
     outcome: "mpwatch.RunResult[Any] | Exception | None" = None
-    """None until the driver knows the outcome."""
+    """None until the driver knows it."""
     is_lost: bool = False
-    """Whether the engine has lost or cancelled the node, or the node has left the job."""
+    """Whether the engine has lost or cancelled the node, the node has left the job, or the driver has given it up."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the node has connected to the driver."""
-        return self.connection is not None
+        return self.link is not None
 
     @property
     def has_joined(self) -> bool:
-        """Whether the node has met the other nodes in a rendezvous."""
         return self.group_rank is not None
 
     @property
     def is_over(self) -> bool:
-        """True if the node is lost, or if the driver has received the outcome and all messages of the node."""
+        """Whether the node is lost, or the driver has its outcome and all its messages."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
-    @property
-    def may_hang(self) -> bool:
-        """Whether the node has connected to the driver, and has not yet announced its outcome."""
-        return self.has_begun and not self.has_ended and not self.is_over
-
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
-        """Return one ProcessFailure for each rank of this lost node."""
-        return [
-            mpwatch.ProcessFailure(
-                rank=rank,
-                local_rank=local_rank,
-                pid=None,
-                hostname=self.hostname,
-                group_rank=self.group_rank,
-                node_ranks=tuple(self.ranks),
-                kind=mpwatch.FailureKind.LOST,
-                exit_code=1,
-                evidence=reason,
-            )
-            for local_rank, rank in enumerate(self.ranks)
-        ]
+        if self.group_rank is None:
+            return []
+        return make_lost_failures(LostNode(self.group_rank, self.hostname, self.ranks[0], len(self.ranks), reason))
 
 
 class Driver:
-    """Starts the nodes of a job and waits until the job is over. Call `run` only once.
-
-    Args:
-        engine: starts the nodes.
-        links: the connections to the nodes.
-        view: the live view.
-        logs: where the driver writes the shown lines.
-        spec: the options of the job. Its observers are called with each event of each node.
-        queue_timeout: seconds to wait until a node has connected. None means no limit.
-
-    Attributes:
-        interrupt: the KeyboardInterrupt that has stopped the job.
-    """
+    """Lives as long as the call of `run`. `interrupt` is the KeyboardInterrupt that has stopped the job."""
 
     def __init__(
         self,
         engine: Engine,
-        links: NodeLinks,
+        server: JobServer,
         view: JobView,
         logs: mpwatch.LogSpec,
         spec: mpwatch.WorkerSpec[Any],
         *,
         queue_timeout: float | None,
     ) -> None:
+        assert spec.rendezvous is not None
         self.interrupt: KeyboardInterrupt | None = None
-        self._engine = engine
-        self._links, self._messages = links, links.messages
-        self._view = view
+        self._engine, self._server, self._view = engine, server, view
+        self._messages, self._rendezvous = server.messages, spec.rendezvous
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers, self._progress_observers = [*spec.observers], [*spec.progress_observers]
+        self._end_seconds = spec.grace_period + END_SECONDS
         self._queue_timeout = queue_timeout
         self._queue_wait: QueueWait | None = None  # while no node has begun
         self._nodes: dict[int, _Node] = {}
+        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
         self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
@@ -161,29 +128,14 @@ class Driver:
         self._begins_early = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
-        self._is_given_up = False
 
-    def run(
-        self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], server: JobServer, *, may_begin_early: bool
-    ) -> mpwatch.RunResult[Any] | None:
-        """Start the nodes, wait until the job is over, and return its result.
+    def run(self, node_spec: NodeSpec, *, may_begin_early: bool) -> mpwatch.RunResult[Any] | None:
+        """Start the nodes, wait until the job is over, and return its result, or None after Ctrl-C if there is none.
 
-        Args:
-            node_spec: what the nodes need to know.
-            spec: the options of the job.
-            server: where the nodes meet.
-            may_begin_early: whether the job begins without the nodes for which the cluster has no room.
-
-        If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
-
-        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and returns their merged results.
-        After Ctrl-C, `run` does not raise the errors that nodes have returned. After Ctrl-C, `run` returns None if no node
-        has returned a result.
+        `may_begin_early`: whether the job begins without the nodes for which the cluster has no room. Raises LaunchError,
+        and an error that a node has returned, unless Ctrl-C has stopped the job.
         """
-        assert spec.rendezvous is not None
-        self._spec, self._rendezvous, self._server = node_spec, spec.rendezvous, server
-        self._end_seconds = spec.grace_period + END_SECONDS
-        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
+        self._spec = node_spec
         self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
         self._wait_for_room(self._begin_queue_wait())
         for _ in range(self._rendezvous.max_nodes):
@@ -251,15 +203,15 @@ class Driver:
         A node that has not connected does not delay the end of the job.
         """
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
-        return self._is_given_up or (self._is_ending() and all(node.is_over for node in nodes))
+        return self._is_ending() and all(node.is_over for node in nodes)
 
     def _handle_deadline(self) -> None:
         if self._is_stopping:
             self._give_up()
-        elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
-            self._deadline = math.inf  # the engine brings their outcomes
         elif self._has_outcome():
-            self._stop_nodes()
+            self._deadline = math.inf
+            if any(node.has_begun and not node.has_ended and not node.is_over for node in self._nodes.values()):
+                self._stop_nodes()  # else the engine brings their outcomes
         elif self._losses:
             self._not_restarted = f"no new node has begun within {self._queue_timeout:g} s (queue_timeout)"
             self._stop_nodes()
@@ -274,22 +226,20 @@ class Driver:
             return
         node = self._nodes[number]
         if kind == "hello":
-            node.hostname, node.connection = content
+            node.hostname, node.link = content
             if node.is_lost:
-                shut_down(node.connection)  # the engine has lost or cancelled the node, although it is alive
+                node.link.close()  # the engine has lost or cancelled the node, although it is alive
             elif self._has_outcome():
                 self._stop_node(node)  # it is too late for the job
             elif not self._is_stopping:
                 self._deadline, self._queue_wait = math.inf, None
         elif kind == "closed":
-            self._links.release(content)
-            node.is_link_closed |= node.connection is content
+            node.is_link_closed |= node.link is content
             if node.is_link_closed and not node.has_ended and not node.is_over:
                 self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know; "done" follows
         elif kind == "end":
             node.has_ended = True
         elif kind == "output":
-            self._links.acknowledge_output(number)
             self._write(*content)
         elif kind == "event":
             self._handle_event(node, content)
@@ -355,8 +305,8 @@ class Driver:
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
         """Handle the loss of a node. If the job goes on, make the engine start a new node in the place of the lost node."""
         node.is_lost = True
-        if node.connection is not None:
-            shut_down(node.connection)  # this ends a node that the engine has lost although it is alive
+        if node.link is not None:
+            node.link.close()  # this ends a node that the engine has lost although it is alive
         self._view.drop(node.number)
         self._losses += node.make_failures(_summarize(error))
         if self._is_ending():
@@ -369,8 +319,8 @@ class Driver:
             if self._early_losses >= MAX_EARLY_LOSSES:
                 if self._count_running() >= self._rendezvous.min_nodes:
                     return
-                reason = "\n".join([_summarize(error), *_find_end_of_traceback(str(error))])
-                node.outcome = mpwatch.LaunchError(f"the engine could not start node {node.number}: {reason}")
+                text = f"the engine could not start node {node.number}: {_summarize(error, ERROR_LINES)}"
+                node.outcome = mpwatch.LaunchError(text)
                 if self._losses and not self._count_running():
                     self._stop_nodes()
                     return
@@ -386,10 +336,9 @@ class Driver:
         decided = self._decided
         if decided is None or not self._losses or self._count_running() or self._is_ending():
             return
-        decision, now, causes = decided.decision, time.time(), {loss.rank: add_summary(loss) for loss in self._losses}
-        cause = causes[self._losses[0].rank]
-        ranks = self._attempts.end(now, cause, causes)
-        if decision.next_step in (NextStep.DONE, NextStep.FAILED):
+        decision, now, cause = decided.decision, time.time(), self._losses[0]
+        ranks = self._attempts.end(now, cause, {loss.rank: loss for loss in self._losses})
+        if decision.ends_job:
             reason = decision.no_restart_reason if decided.is_without_nodes else "the ranks had ended before that"
             self._not_restarted = reason if self._may_restart else ""
             self._stop_nodes()
@@ -436,18 +385,17 @@ class Driver:
             self._stop_node(node)
 
     def _give_up(self) -> None:
-        self._is_given_up = True
         for node in self._nodes.values():
             if node.outcome is None and not node.is_lost:
                 self._losses += node.make_failures(f"it has not ended within {self._end_seconds:g} s after it was stopped")
+            node.is_lost = True
 
     def _stop_node(self, node: _Node) -> None:
         if node.is_over or node.outcome is not None:
             return
         node.is_stopped = True
-        if node.connection is not None:
-            with suppress(OSError):
-                node.connection.send("stop")
+        if node.link is not None:
+            node.link.send(b"stop")
         else:
             self._engine.cancel(node.number)
             node.is_lost = True
@@ -510,19 +458,16 @@ class Driver:
                 log_now(logging.ERROR, text, observer, event.name, error=error)
 
     def _write(self, stream: str, text: str) -> None:
+        if stream not in self._streams:
+            return
         target = self._streams[stream] or getattr(sys, stream)
         try:
             target.write(text)
             if hasattr(target, "flush"):
                 target.flush()
         except USER_ERRORS as error:  # the reader of a pipe is gone, or the stream is closed
-            self._streams[stream] = _NullStream()
+            del self._streams[stream]
             log_now(logging.WARNING, "%s of the ranks is not shown any more", stream, error=error)
-
-
-class _NullStream:
-    def write(self, text: str) -> None:
-        """Drop the text."""
 
 
 def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Exception:
@@ -532,25 +477,12 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
         return mpwatch.LaunchError(f"what node {number} has returned cannot be read here: {type(error).__name__}: {error}")
 
 
-def _summarize(error: BaseException) -> str:
-    """Return a text of one line that describes an engine's error.
-
-    If the attribute `cause` of the error is an exception, describe the `cause`. For example, Ray reports an exception of a
-    task as a RayTaskError, whose `cause` is the exception of the task.
+def _summarize(error: BaseException, more_lines: int = 0) -> str:
+    """Return the first line of an engine's error, and some of the last ones. Ray reports an exception of a task as another
+    one with the attribute `cause`; other errors of Ray end with the reason.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return summarize_exception(cause)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _find_end_of_traceback(text: str) -> list[str]:
-    """Return the lines after the traceback in the text of an error, or [] if the text contains no traceback.
-
-    For example, the text of Ray's RuntimeEnvSetupError contains a traceback first, and then the reason.
-    """
-    _, has_frames, end = text.rpartition('\n  File "')
-    lines = end.splitlines()[1:] if has_frames else []
-    lines = [line for line in dropwhile(lambda line: line.startswith("    "), lines) if line.strip()]
-    return lines if len(lines) <= ERROR_LINES else [lines[0], *lines[1 - ERROR_LINES :]]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return "\n".join(lines[:1] + lines[max(1, len(lines) - more_lines) :])

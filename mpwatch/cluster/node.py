@@ -1,21 +1,22 @@
-"""The code that runs on each node of a job: `run_node`, and the node's side of the connection to the driver."""
+"""The code that runs on each node of a job: `run_node`, and the node's end of its link to the driver."""
 
 import pickle
 import platform
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 from typing import Any
 
 import mpwatch
 from mpwatch.api import start_run
 from mpwatch.cluster.engine import NodeOutcome
-from mpwatch.cluster.signed_connection import SignedConnection, shut_down
+from mpwatch.nodes.frames import READ_SIZE, Framing
+from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
@@ -30,9 +31,9 @@ class NodeSpec:
 
     number: int
     driver: tuple[str, int]
-    """The address of the driver's listener."""
+    """The address of the server."""
     key: bytes
-    """The secret of the link."""
+    """The secret of the job."""
     nprocs: Any
     call: bytes
     """The function and the options of `mpwatch.submit`, pickled by cloudpickle."""
@@ -50,34 +51,65 @@ class NodeSpec:
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results."""
-    with closing(_connect(spec)) as connection:
-        link = _DriverLink(connection)
-        link.send("hello", (spec.number, platform.node()))
+    with closing(_DriverLink(spec)) as link:
         try:
             with _submit(spec, link) as handle:
-                follower = threading.Thread(target=_follow_driver, args=(connection, handle), name="mpwatch link")
+                follower = threading.Thread(target=_follow_driver, args=(link, handle), name="mpwatch link")
                 follower.start()
                 try:
                     return NodeOutcome.pack(handle.result())
                 finally:
                     link.send("end", None)
-                    shut_down(connection)
+                    link.shut_down()
                     follower.join()
         except Exception as error:  # noqa: BLE001  the driver raises it
             link.send("end", None)
             return NodeOutcome.pack(error)
 
 
-def _connect(spec: NodeSpec) -> SignedConnection:
-    try:
-        return SignedConnection(Client(spec.driver, authkey=spec.key), spec.key, is_driver=False)
-    except OSError as error:
-        host, port = spec.driver
-        text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
-        raise ConnectionError(text) from error
+class _DriverLink:
+    """A node's connection to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._lock = threading.Lock()
+        self._framing = Framing(spec.key, is_server=False)
+        try:
+            self._socket = socket.create_connection(spec.driver)
+            self._socket.settimeout(None)
+            self._socket.sendall(self._framing.greeting)
+            while not self._framing.is_greeted:
+                self._receive()
+            hello = LinkHello(spec.number, platform.node())
+            self._socket.sendall(self._framing.encode(encode_message(hello)))
+        except (OSError, InvalidMessageError) as error:
+            host, port = spec.driver
+            text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
+            raise ConnectionError(text) from error
+
+    def send(self, kind: str, content: object) -> None:
+        data = pickle.dumps((kind, content))
+        with self._lock, suppress(OSError):
+            self._socket.sendall(self._framing.encode(data))
+
+    def wait_for_stop(self) -> None:
+        """Return when the driver has requested it. Raises OSError or InvalidMessageError if the connection is lost."""
+        while not self._receive():
+            pass
+
+    def _receive(self) -> list[bytes]:
+        if not (data := self._socket.recv(READ_SIZE)):
+            raise ConnectionError("the driver has closed the connection")
+        return list(self._framing.feed(data))
+
+    def shut_down(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
-def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
+def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     if spec.version != mpwatch.__version__:
         raise mpwatch.LaunchError(
             f"node {spec.number} ({platform.node()}) has mpwatch {mpwatch.__version__}, but the driver has {spec.version};"
@@ -115,27 +147,14 @@ def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     return fn, options
 
 
-def _follow_driver(connection: SignedConnection, handle: "mpwatch.RunHandle[Any]") -> None:
+def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:
     """Stop the ranks when the driver requests it, or when the connection to the driver is lost."""
     try:
-        while connection.recv() != "stop":
-            pass
-    except (EOFError, OSError, AuthenticationError):
+        link.wait_for_stop()
+    except (OSError, InvalidMessageError):
         handle._interrupt()
         wait([handle], ORPHAN_SECONDS)
     handle._interrupt()
-
-
-class _DriverLink:
-    """The connection of a node to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
-
-    def __init__(self, connection: SignedConnection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, kind: str, content: object) -> None:
-        with self._lock, suppress(OSError):
-            self._connection.send((kind, content))
 
 
 class _LinkStream:

@@ -22,7 +22,7 @@ from mpwatch.nodes.address import (
 )
 from mpwatch.nodes.frames import Connection, ForeignProgramError, SecretMismatchError
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import Message, NodeInfo, Refused
+from mpwatch.nodes.messages import Message, NodeInfo, Refused, decode_message, encode_message
 from mpwatch.nodes.server import Server
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.clock import monotonic
@@ -125,10 +125,10 @@ class Joining:
             if connection.framing.is_greeted and not has_sent:
                 has_sent, answer_by = True, answer_by + ANSWER_SECONDS
                 address = self._rendezvous.local_addr or self._find_own_address(connection)
-                connection.send(self._make_info(address, self.server is not None))
+                connection.send(encode_message(self._make_info(address, self.server is not None)))
             connection.flush()
             wait([connection.socket], deadline.seconds_left(CHECK_SECONDS))
-            messages = connection.receive()
+            messages = list(map(decode_message, connection.receive()))
             if connection.end and not messages:
                 raise ConnectionError(f"what listens there has ended the connection ({connection.end})")
             if monotonic() >= answer_by:

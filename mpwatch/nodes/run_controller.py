@@ -18,25 +18,23 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
-from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size
+from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size, make_lost_failures
 from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
-from mpwatch.nodes.local_ranks import NodeUpdate
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptReport,
-    LostNode,
     NextStep,
     NodeOutcome,
     StartAttempt,
+    StopAttempt,
 )
-from mpwatch.nodes.node_machine import PrepareRanks, ReportJob, StopRanks
-from mpwatch.nodes.node_thread import NodeThread
+from mpwatch.nodes.node_thread import NodeThread, NodeUpdate
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
+from mpwatch.results.failure import ProcessFailure, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import make_restart_notes
 from mpwatch.results.run_result import RunResult
@@ -164,33 +162,25 @@ class MultiNodeRunController(RunController[T]):
     def _handle_update(self, update: NodeUpdate) -> None:
         if isinstance(update, BaseException):
             raise update
-        if isinstance(update, PrepareRanks):
-            self._prepare_ranks(update.start)
+        if isinstance(update, StartAttempt):
+            self._prepare_ranks(update)
             return
-        if isinstance(update, StopRanks):
+        if isinstance(update, StopAttempt):
             log_now(logging.INFO, "the ranks of this node are stopped: %s", update.reason)
             return
-        self._latest_decision = decision = self._restore_root_cause(update.decision)
+        self._latest_decision = decision = self._restore_root_cause(update)
         self._record_decision(decision)
-        if isinstance(update, ReportJob):
-            self._end_job(decision)
+        if decision.ends_job:
+            self._job_decision = decision
+            if decision.next_step is NextStep.FAILED and self._latest_start is None:
+                raise LaunchError(decision.reason)
 
     def _prepare_ranks(self, start: StartAttempt) -> None:
         self._missing_ranks.clear()
         self._latest_start = start
-        facts: dict[str, Any] = {
-            "attempt": start.attempt,
-            "job": self._rendezvous.run_id,
-            "group_rank": start.group_rank,
-            "group_world_size": start.group_world_size,
-            "world_size": start.world_size,
-            "role_rank": start.first_role_rank,
-            "role_world_size": start.role_world_size,
-            "master_addr": start.master_addr,
-            "master_port": start.master_port,
-        }
         assert isinstance(self._spec.nprocs, int)
-        shared = {name: facts[name] for name in ("world_size", "group_rank", "group_world_size", "role_world_size")}
+        names = ("group_rank", "group_world_size", "world_size", "role_world_size", "master_addr", "master_port")
+        facts = {name: getattr(start, name) for name in names}
         workers = [
             Worker(
                 rank=start.first_rank + local_rank,
@@ -200,18 +190,16 @@ class MultiNodeRunController(RunController[T]):
                 role_rank=start.first_role_rank + local_rank,
                 restart_count=start.attempt,
                 run_id=self._rendezvous.run_id,
-                master_addr=start.master_addr,
-                master_port=start.master_port,
-                **shared,
+                **facts,
             )
             for local_rank in range(self._spec.nprocs)
         ]
-        self.event_bus.ranks = [worker.rank for worker in workers]
-        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, **facts)
+        ranks = self.event_bus.ranks = [worker.rank for worker in workers]
+        facts |= {"attempt": start.attempt, "job": self._rendezvous.run_id, "role_rank": start.first_role_rank}
+        self.event_bus.publish(RendezvousCompleted, ranks, **facts)
         setups = build_rank_setups(self._spec, workers)
-        # The node thread ignores the setups if the attempt has been stopped meanwhile.
-        hand_over = partial(self._node_thread.set_rank_setups, start, setups)
-        self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, hand_over)
+        start_ranks = partial(self._node_thread.start_ranks, start.attempt, setups)
+        self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, start_ranks)
 
     def _record_attempt(self, evidence: AttemptObservations) -> RunResult[T]:
         self._last_attempts.clear()  # not before: a signal may come before the next attempt
@@ -304,9 +292,7 @@ class MultiNodeRunController(RunController[T]):
             log_now(logging.WARNING, text, decision.failures_omitted)
         found: dict[int, ProcessFailure] = {}
         for node in decision.lost_nodes:
-            if node.first_rank >= 0:
-                ranks = range(node.first_rank, node.first_rank + node.nprocs)
-                found |= {rank: _make_lost_failure(node, tuple(ranks), rank) for rank in ranks}
+            found |= {failure.rank: failure for failure in make_lost_failures(node)}
         for encoded in decision.failures:
             try:
                 failure = decode_failure(encoded)
@@ -337,11 +323,6 @@ class MultiNodeRunController(RunController[T]):
             summary=failure.summary,
             is_secondary=failure.is_secondary,
         )
-
-    def _end_job(self, decision: AttemptDecision) -> None:
-        self._job_decision = decision
-        if decision.next_step is NextStep.FAILED and self._latest_start is None:
-            raise LaunchError(decision.reason)
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
         """Store the outcomes of the ranks until the coordinator has decided which rank failed first."""
@@ -393,18 +374,3 @@ def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any
     """Encode failures for the other nodes: first the root cause, and then more failures up to the size limit."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
-
-
-def _make_lost_failure(node: LostNode, ranks: tuple[int, ...], rank: int) -> ProcessFailure:
-    failure = ProcessFailure(
-        rank=rank,
-        local_rank=rank - node.first_rank,
-        pid=None,
-        hostname=node.hostname,
-        group_rank=node.group_rank,
-        node_ranks=ranks,
-        kind=FailureKind.LOST,
-        exit_code=1,
-        evidence=node.reason,
-    )
-    return add_summary(failure)

@@ -73,24 +73,24 @@ class Node:
     def execute(self, actions):
         job = self.job
         for action in actions:
-            if isinstance(action, node_machine.SendMessage):
-                job.send_to_coordinator(self.connection, action.message)
-            elif isinstance(action, node_machine.PrepareRanks):
-                self.start = action.start
-                job.after(self.env_seconds, lambda start=action.start: self.make_environments(start))
+            if isinstance(action, messages.MessageToCoordinator):
+                job.send_to_coordinator(self.connection, action)
+            elif isinstance(action, messages.StartAttempt):
+                self.start = action
+                job.after(self.env_seconds, lambda start=action: self.make_environments(start))
             elif isinstance(action, node_machine.StartRanks):
                 self.start_ranks()
-            elif isinstance(action, node_machine.StopRanks):
+            elif isinstance(action, messages.StopAttempt):
                 self.stop(NodeOutcome.STOPPED)
-            elif isinstance(action, node_machine.HoldRanks):
+            elif isinstance(action, messages.HoldSteps):
                 job.after(0.002, self.report_steps)
-            elif isinstance(action, node_machine.AgreeOnStep):
+            elif isinstance(action, messages.StopAtStep):
                 self.stop_step = action.after_step
                 self.let_ranks_return(0.6)
             elif isinstance(action, node_machine.Rejoin):
                 self.connect()
-            elif isinstance(action, node_machine.ReportJob):
-                self.decision = action.decision
+            elif action.ends_job:
+                self.decision = action
                 self.execute(self.machine.acknowledge_shutdown())
 
     @when_awake
@@ -101,7 +101,7 @@ class Node:
             self.execute(self.machine.abort(messages.AttemptReport(0, NodeOutcome.ABORTED, reason="env")))
             self.end()
         else:
-            self.execute(self.machine.start_ranks(start.attempt))
+            self.execute(self.machine.start_ranks(start.attempt, []))
 
     # ranks
 
@@ -243,9 +243,8 @@ class SimulatedJob:
     def connect(self, node):
         number = len(self._connections)
         self._connections.append(node)
-        config = messages.JobConfig(())
         info = messages.NodeInfo(
-            "job", node.name, node.name, 1, self.nprocs, "default", None, False, 10.0, JOIN_TIMEOUT, None, config
+            "job", node.name, node.name, 1, self.nprocs, "default", None, False, 10.0, JOIN_TIMEOUT, None, {}
         )
         self._deliver(number, lambda: self.act(self.coordinator.join(number, info, self.now)))
         return number

@@ -1,16 +1,8 @@
 """What the driver of a job on a cluster does by itself: attempts of lost nodes, results, connections."""
 
-import os
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
-
-import pytest
-
 import mpwatch
 from mpwatch.cluster.attempts import JobAttempts
-from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.results import merge_results
-from mpwatch.cluster.signed_connection import SignedConnection
 from mpwatch.events import RendezvousCompleted, Restarting
 
 BASE = {"monotonic": 0.0, "run_id": "job", "ranks": (0,)}
@@ -50,23 +42,3 @@ def test_the_reason_is_that_of_a_node_that_the_driver_has_not_stopped():
     for reasons, chosen in (([by_driver, own], own), ([own, by_driver], own), (["", by_driver], by_driver)):
         results = [mpwatch.RunResult(mpwatch.WorkerState.STOPPED, reason=reason) for reason in reasons]
         assert merge_results(results).reason == chosen
-
-
-def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(eventually):
-    def count_descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
-    links = NodeLinks("127.0.0.1", b"secret", lambda *_: None)
-    before = count_descriptors()
-    for number in range(3):
-        with pytest.raises(AuthenticationError):
-            Client(links.address, authkey=b"another secret")
-        with Client(links.address, authkey=b"secret") as node:
-            link = SignedConnection(node, b"secret", is_driver=False)
-            link.send(("hello", (number, "host")))
-            _, _, (_, connection) = links.messages.get()
-            node.send(("done", None))  # by somebody else, who cannot sign
-        assert links.messages.get() == ("closed", number, connection)
-        links.release(connection)
-    eventually(lambda: count_descriptors() == before)
-    links.close()
