@@ -125,7 +125,6 @@ class Driver:
         self._not_restarted = ""  # why the loss of all nodes has ended the job
         self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
         self._waits_for_more = False
-        self._begins_early = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
 
@@ -198,10 +197,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether the driver can stop waiting for the nodes.
-
-        A node that has not connected does not delay the end of the job.
-        """
+        """A node that has not begun does not delay the end of the job."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         return self._is_ending() and all(node.is_over for node in nodes)
 
@@ -249,10 +245,7 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """If the minimum number of nodes has connected, log that these nodes wait for more nodes.
-
-        If the cluster has no room for more nodes, let the job begin with the connected nodes.
-        """
+        """Let the job begin with the nodes that have begun, if they are enough and the cluster has no room for more."""
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
         least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
@@ -260,8 +253,7 @@ class Driver:
             return
         if not self._waits_for_more:
             self._waits_for_more = True
-            seconds = self._rendezvous.last_call_timeout
-            if seconds:
+            if seconds := self._rendezvous.last_call_timeout:
                 text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
                 log_now(logging.INFO, text, count, most, seconds)
         if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
@@ -269,7 +261,6 @@ class Driver:
             log_now(logging.INFO, text, count, most)
             self._server.expect_nodes(count)
             self._are_meeting = self._waits_for_more = False
-            self._begins_early = True
 
     def _start_node(self) -> None:
         number = len(self._nodes)
@@ -303,7 +294,7 @@ class Driver:
         self._expect_end()
 
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
-        """Handle the loss of a node. If the job goes on, make the engine start a new node in the place of the lost node."""
+        """If the job goes on, make the engine start a new node in the place of the lost one."""
         node.is_lost = True
         if node.link is not None:
             node.link.close()  # this ends a node that the engine has lost although it is alive
@@ -439,9 +430,7 @@ class Driver:
             if self._decided is not None and self._decided.decision.attempt < event.attempt:
                 self._decided = None
             self._are_meeting = self._waits_for_more = False
-            if self._begins_early:
-                self._begins_early = False
-                self._server.expect_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
+            self._server.expect_nodes(self._rendezvous.max_nodes)  # another number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         self._attempts.handle_event(event)

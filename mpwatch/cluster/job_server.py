@@ -45,14 +45,8 @@ class JobServer:
             text = f"the driver cannot listen at {address}, which must be an address of this machine: {error}"
             raise LaunchError(text) from error
         self._coordinator = make_coordinator(spec, has_own_node=False)
-        self._server = Server(
-            listener,
-            self._coordinator,
-            secret=spec.rendezvous.key,
-            node_timeout=spec.rendezvous.node_timeout,
-            log_warning=partial(log_now, logging.WARNING, "%s"),
-            driver=self,
-        )
+        log_warning = partial(log_now, logging.WARNING, "%s")
+        self._server = Server(listener, self._coordinator, spec.rendezvous, log_warning, driver=self)
         self.port: int = listener.getsockname()[1]
         self._server.start()
 

@@ -12,29 +12,15 @@ FIRST_REPORT_SECONDS = 10.0
 
 
 class QueueWait:
-    """Measures how long one job waits in the queue of the cluster.
-
-    Args:
-        timeout: the option `queue_timeout`. None means no limit.
-        now: when the wait begins, in seconds of CLOCK_MONOTONIC.
-
-    Attributes:
-        deadline: when the wait ends, or math.inf without a timeout.
-        report_at: when the next report is due.
-    """
+    """One wait, until `deadline`. The next report is due at `report_at`."""
 
     def __init__(self, timeout: float | None, now: float) -> None:
-        self._timeout = timeout
-        self._began_at = now
+        self._timeout, self._began_at = timeout, now
         self.deadline = math.inf if timeout is None else now + timeout
         self.report_at = now + FIRST_REPORT_SECONDS
 
     def take_report(self, what: str, now: float) -> str:
-        """Return the text of a warning if a warning is due, and otherwise "".
-
-        The argument `what` says what the job waits for. For example, `what` is "the cluster has 1 free node, but the job
-        needs 2", without a full stop.
-        """
+        """Return the text of a warning if one is due, or "". `what` is such as "the cluster has 1 free node of 2"."""
         if now < self.report_at:
             return ""
         waited = now - self._began_at

@@ -63,6 +63,7 @@ from mpwatch.nodes.messages import (
     StopAttempt,
     StopRequest,
 )
+from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
@@ -123,30 +124,24 @@ class _Member:
 class Coordinator:
     """Decides for one job. The server calls one method at a time, and executes what it returns.
 
-    All times are seconds: the server measures `node_timeout`, the silence after which a node is lost, `last_call` is the
-    wait for more nodes once the lowest number of `nnodes` has joined, and `exit_barrier_timeout` the time to acknowledge
-    success. `required` is a hostname and the options that all nodes must have; None: those of the first node.
+    `required` is a hostname and the options that all nodes must have; None: those of the first node.
     """
 
     def __init__(
         self,
-        *,
-        run_id: str,
-        nnodes: tuple[int, int],
+        rendezvous: Rendezvous,
         policy: RestartPolicy,
-        node_timeout: float,
-        exit_barrier_timeout: float,
-        last_call: float,
+        *,
         stall_after: float | None = None,
         required: tuple[str, Mapping[str, str]] | None = None,
         rng: Callable[[], float] = random,
     ) -> None:
         self.stage = JobStage.JOINING
-        self._run_id, (self._min_nodes, self._max_nodes) = run_id, nnodes
-        self._expected_nodes = self._max_nodes
+        self._rendezvous, self._run_id = rendezvous, rendezvous.run_id
+        self._min_nodes = rendezvous.min_nodes
+        self._max_nodes = self._expected_nodes = rendezvous.max_nodes
         self._policy, self._budget = policy, RestartBudget(policy, rng)
-        self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
-        self._last_call, self._stall_after, self._required = last_call, stall_after, required
+        self._stall_after, self._required = stall_after, required
         self._members: dict[int, _Member] = {}  # by the number of the connection, in the order of their coming
         self._refusal = ""  # of a node whose options differ
         self._stop_cause = ""  # what has requested a stop of the job
@@ -243,7 +238,7 @@ class Coordinator:
             self._begin_at = math.inf
             return []
         if self._begin_at == math.inf:
-            self._begin_at = now + self._last_call
+            self._begin_at = now + self._rendezvous.last_call_timeout
         if count < self._expected_nodes and now < self._begin_at:
             return []
         members = sorted(self._members.values(), key=lambda member: (member.node is None, member.number))
@@ -440,8 +435,8 @@ class Coordinator:
                 member.tell_at = now + TELL_SECONDS
             return actions + self._begin_if_complete(now)
         self.stage = JobStage.SHUTTING_DOWN
-        has_succeeded = decision.next_step is NextStep.DONE
-        self._deadline = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
+        options, has_succeeded = self._rendezvous, decision.next_step is NextStep.DONE
+        self._deadline = now + (options.exit_barrier_timeout if has_succeeded else options.node_timeout)
         over = Refused(f"job {self._run_id!r} is over")
         actions += [Send(member.number, over) for member in self._list_waiting()]
         return actions + self._finish_if_acknowledged()

@@ -22,6 +22,7 @@ from mpwatch.wire.exceptions.tracebacks import Span
 MAX_FAILURE_BYTES = 1 << 16
 # Tried one after the other until a failure fits: the characters of a text, of items of a list and of exceptions.
 LIMITS = [(1 << bits, 1 << (bits - 6), 1 << (bits - 7)) for bits in range(14, 6, -1)]
+MAX_EXCEPTIONS = LIMITS[0][2]
 BUILTIN_EXCEPTIONS = {
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 }
@@ -60,7 +61,7 @@ class ExceptionData(TypedDict):
 def encode_failure(failure: ProcessFailure) -> dict[str, Any]:
     """If it is too large, the middle of its texts and lists and the last exceptions are left out."""
     body = to_json(failure, omit=["exception"])
-    exceptions = [] if failure.exception is None else to_json(ExceptionEncoder(failure.exception).nodes)
+    exceptions = [] if failure.exception is None else to_json(ExceptionEncoder(failure.exception).nodes[:MAX_EXCEPTIONS])
     encoded: dict[str, Any] = {}
     for longest, most_items, most_exceptions in LIMITS:
         kept = [_shorten_exception(exception, most_items, most_exceptions) for exception in exceptions[:most_exceptions]]

@@ -93,7 +93,7 @@ class JobAttempt:
                 no_restart_reason=stopped,
                 is_restart_counted=False,
             )
-        restarts_left = max(0, policy.max_restarts - budget.counters.restarts_used)
+        restarts_left = max(0, policy.max_restarts - budget.restarts_used)
         return blamed._add_failures(replace(decision, restarts_left=restarts_left))
 
     def _decide(self, budget: RestartBudget, min_nodes: int, newcomers: int) -> AttemptDecision:

@@ -28,7 +28,7 @@ from mpwatch.nodes.frames import Connection
 from mpwatch.nodes.job_options import list_job_options
 from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.joining import Joining
-from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
@@ -86,18 +86,9 @@ SERVER_CHECK_SECONDS = 0.05  # how often a node that waits for the end of its se
 
 def make_coordinator(spec: WorkerSpec[Any], *, has_own_node: bool) -> Coordinator:
     """Make the coordinator of a job. The node in whose program it runs decides what the others must have."""
-    options = spec.rendezvous
-    assert options is not None
-    return Coordinator(
-        run_id=options.run_id,
-        nnodes=(options.min_nodes, options.max_nodes),
-        policy=spec.policy,
-        node_timeout=options.node_timeout,
-        exit_barrier_timeout=options.exit_barrier_timeout,
-        last_call=options.last_call_timeout,
-        stall_after=spec.torch_backend.stall_after,
-        required=(platform.node(), list_job_options(spec)) if has_own_node else None,
-    )
+    assert spec.rendezvous is not None
+    required = (platform.node(), list_job_options(spec)) if has_own_node else None
+    return Coordinator(spec.rendezvous, spec.policy, stall_after=spec.torch_backend.stall_after, required=required)
 
 
 class NodeThread:
@@ -203,7 +194,6 @@ class NodeThread:
 
     def on_steps_held(self, step: int | None) -> None:
         """All ranks of this node wait before their next step. This is the highest one that has passed."""
-        step = None if step is None else max(-MAX_INTEGER, min(step, MAX_INTEGER))
         self._post(lambda: self._machine.report_steps_held(step))
 
     def _post(self, request: Callable[[], list[NodeAction]]) -> None:
@@ -384,13 +374,8 @@ class NodeThread:
         )
 
     def _serve(self, listener: socket.socket) -> Server:
-        server = Server(
-            listener,
-            make_coordinator(self._spec, has_own_node=True),
-            secret=self._rendezvous.key,
-            node_timeout=self._rendezvous.node_timeout,
-            log_warning=self._log_warning,
-        )
+        coordinator = make_coordinator(self._spec, has_own_node=True)
+        server = Server(listener, coordinator, self._rendezvous, self._log_warning)
         server.start()
         return server
 

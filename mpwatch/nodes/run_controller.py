@@ -1,6 +1,6 @@
 """In a run of several nodes, the caller's thread reports attempts to the coordinator and follows its decisions.
 
-This module is like watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
+It is as watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
     watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> coordinator
@@ -20,7 +20,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size, make_lost_failures
 from mpwatch.nodes.job_verdict import make_records
-from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
@@ -69,13 +69,7 @@ OUTCOMES = {
 
 
 class MultiNodeRunController(RunController[T]):
-    """Controls this node's part of a run of several nodes.
-
-    Args:
-        spec: the options of the run.
-        event_bus: publishes the events of the run.
-        node_thread: the thread that exchanges messages with the other nodes.
-    """
+    """This node's part of a run of several nodes, in the caller's thread, except `_start_attempt`."""
 
     def __init__(self, spec: WorkerSpec[T], event_bus: EventBus, node_thread: NodeThread) -> None:
         super().__init__(spec, event_bus)
@@ -97,7 +91,7 @@ class MultiNodeRunController(RunController[T]):
     def follow_job(self, caller: Caller, payload: Payload) -> None:
         """Take part in the job until its end, or until this node is interrupted. Then no rank is left.
 
-        Raises LaunchError, and any exception that `retry_if` or `env` raises.
+        Raises LaunchError, and what `retry_if` and `env` raise.
         """
         self._prepare(caller, payload)
         self._node_thread.start(caller.watcher, self._start_attempt)
@@ -128,9 +122,7 @@ class MultiNodeRunController(RunController[T]):
             for update in self._node_thread.take_updates():
                 self._handle_update(update)
         except BaseException as error:
-            # Report the error first. The exception makes the watcher stop the ranks like a signal does. Otherwise the signal
-            # would be reported as the reason.
-            self._abort(error)
+            self._abort(error)  # first, since the watcher then stops the ranks, as if for a signal
             raise
 
     def build_result(self) -> RunResult[T]:
@@ -145,7 +137,6 @@ class MultiNodeRunController(RunController[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 
     def end_with_error(self, error: BaseException) -> None:
-        """End the run because of an error that is not the failure of a rank."""
         self._abort(error)
         super().end_with_error(error)
 
@@ -247,15 +238,11 @@ class MultiNodeRunController(RunController[T]):
             reason=result.reason[:MAX_REASON],
             unfinished=tuple(rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED),
             healthy_seconds=max(0.0, observations.healthy_seconds),
-            step=-1 if failed_attempt.step is None else min(max(failed_attempt.step, -1), MAX_INTEGER),
+            step=-1 if failed_attempt.step is None else max(failed_attempt.step, -1),
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """Return the decision, and add the root cause if the decision does not contain it.
-
-        If no further attempt can start on this node, the node thread itself makes a decision (NO_ATTEMPT) without a root
-        cause. For NO_ATTEMPT, this method takes the root cause from the latest decision about an attempt.
-        """
+        """NO_ATTEMPT: this node cannot join again. Then the cause is still that of the attempt before."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
@@ -273,7 +260,7 @@ class MultiNodeRunController(RunController[T]):
         if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
             state = WorkerState.STOPPED  # since nodes wait to join. Failures of ranks are only consequences of the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
-        if decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
+        if not decision.ends_job:
             self.event_bus.publish(
                 Restarting,
                 self.event_bus.ranks,
@@ -286,7 +273,6 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures that the coordinator's decision contains, as a dict with the failed ranks as keys."""
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
@@ -306,36 +292,25 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return `failure` with all facts that this node knows about the failed rank.
-
-        Call this method only if the failed rank is on this node.
-        """
+        """Add what only this node knows of its rank, such as the exception itself."""
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
             stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
             return replace(failure, stack="".join(stacks))
         if failure.evidence == local.evidence:
             return replace(local, is_secondary=failure.is_secondary)
-        return replace(
-            local,
-            kind=failure.kind,
-            evidence=failure.evidence,
-            summary=failure.summary,
-            is_secondary=failure.is_secondary,
-        )
+        names = ("kind", "evidence", "summary", "is_secondary")
+        return replace(local, **{name: getattr(failure, name) for name in names})
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Store the outcomes of the ranks until the coordinator has decided which rank failed first."""
+        """Keep them until the coordinator has decided which rank failed first."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that `_publish_outcomes` has stored, if there are any.
-
-        If `failures` is None, publish the failures that this node itself has found.
-        """
+        """With these failures, or with those that this node itself has found."""
         if self._unpublished is None:
             return
         (observations, result), self._unpublished = self._unpublished, None
@@ -346,10 +321,7 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Return a copy of `local` in which the state and the failures are those of the whole job.
-
-        `local` is the result of this node's ranks.
-        """
+        """Give the result of this node's ranks the state and the failures of the whole job."""
         decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED
@@ -371,6 +343,6 @@ class MultiNodeRunController(RunController[T]):
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
-    """Encode failures for the other nodes: first the root cause, and then more failures up to the size limit."""
+    """The root cause comes first."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)

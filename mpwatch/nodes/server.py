@@ -35,6 +35,7 @@ from mpwatch.nodes.messages import (
     decode_message,
     encode_message,
 )
+from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
@@ -85,21 +86,19 @@ class Driver(Protocol):
 class Server:
     """Serves one job until all nodes know its end, or with a driver until `close`. It closes `listener`, a listening socket.
 
-    `node_timeout` is the seconds of silence after which a node is lost. `log_warning` is called in the server's thread.
+    `log_warning` is called in the server's thread.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         coordinator: Coordinator,
-        *,
-        secret: bytes,
-        node_timeout: float,
+        rendezvous: Rendezvous,
         log_warning: Callable[[str], object],
         driver: Driver | None = None,
     ) -> None:
-        self._listener, self.coordinator, self._secret = listener, coordinator, secret
-        self._node_timeout, self._log_warning, self._driver = node_timeout, log_warning, driver
+        self._listener, self.coordinator, self._log_warning, self._driver = listener, coordinator, log_warning, driver
+        self._secret, self._node_timeout = rendezvous.key, rendezvous.node_timeout
         self.address = listener.getsockname()
         self._peers: dict[int, _Peer] = {}
         self._numbers = 0

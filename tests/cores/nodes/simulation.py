@@ -10,7 +10,7 @@ import random
 from enum import Enum, auto
 from functools import wraps
 
-from mpwatch import RestartPolicy
+from mpwatch import Rendezvous, RestartPolicy
 from mpwatch.nodes import coordinator, messages, node_machine
 from mpwatch.nodes.messages import NodeOutcome
 
@@ -210,18 +210,11 @@ class SimulatedJob:
     def __init__(self, n, *, nprocs=2, nnodes=None, max_restarts=10**6, work=60.0, seed=0):
         self.now, self._ticket, self._heap = 0.0, itertools.count(), []
         self.rng = random.Random(seed)
-        self.nprocs, self.nnodes, self.work = nprocs, nnodes or (n, n), work
+        self.nprocs, self.work = nprocs, work
         self.messages, self.overlaps, self.decisions = 0, [], []
         self._check_at = None  # when the next deadline of the coordinator is checked
-        self.coordinator = coordinator.Coordinator(
-            run_id="job",
-            nnodes=self.nnodes,
-            policy=RestartPolicy(max_restarts),
-            node_timeout=TIMEOUT,
-            exit_barrier_timeout=300.0,
-            last_call=1.0,
-            rng=self.rng.random,
-        )
+        rendezvous = Rendezvous("n00000", "job", nnodes or n, node_timeout=TIMEOUT, last_call_timeout=1.0)
+        self.coordinator = coordinator.Coordinator(rendezvous, RestartPolicy(max_restarts), rng=self.rng.random)
         self._connections, self._arrivals, self.cuts = [], {}, {}
         self.nodes = {}
         for number in range(n):
