@@ -150,17 +150,16 @@ class Driver:
         return self._make_result()
 
     def _begin_queue_wait(self) -> QueueWait:
-        self._queue_wait = QueueWait(self._queue_timeout, monotonic())
+        self._queue_wait = QueueWait(self._queue_timeout)
         self._deadline = self._queue_wait.deadline
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
         while what := self._describe_wait():
-            now = monotonic()
-            if now >= wait.deadline:
+            if (left := wait.deadline - monotonic()) <= 0.0:
                 raise wait.make_error(what)
-            self._report_wait(wait, what)
-            time.sleep(min(ROOM_PERIOD, wait.deadline - now))
+            wait.report(what)
+            time.sleep(min(ROOM_PERIOD, left))
 
     def _describe_wait(self) -> str:
         describe = getattr(self._engine, "describe_wait", None)
@@ -169,10 +168,6 @@ class Driver:
     def _describe_queue(self) -> str:
         new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
-
-    def _report_wait(self, wait: QueueWait, what: str) -> None:
-        if report := wait.take_report(what, monotonic()):
-            log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
@@ -183,15 +178,10 @@ class Driver:
         except queue.Empty:
             if monotonic() >= self._deadline:
                 self._handle_deadline()
-            elif self._queue_wait is not None and monotonic() >= self._queue_wait.report_at:
-                self._report_wait(self._queue_wait, self._describe_queue())
+            elif self._queue_wait is not None:
+                self._queue_wait.report(self._describe_queue())
         else:
-            try:
-                self._handle(*message)
-            except KeyboardInterrupt:
-                if message[0] not in ("event", "output"):
-                    self._messages.put(message)  # else `run` would wait until its deadline for the end of this node
-                raise
+            self._handle(*message)
         if self._are_meeting:
             self._check_arrivals()
         self._view.update()

@@ -6,7 +6,7 @@
     diagnosis, events, environments,                                      what comes next (job_decision.py, job_verdict.py)
     ranks of this node
 
-Nodes are pushed to, and send: NodeInfo, how an attempt goes, AttemptReport, ShutdownAck. The coordinator sends:
+Nodes are pushed to, and send: NodeInfo, how an attempt goes, AttemptReport, NodeLeaving. The coordinator sends:
 StartAttempt, StopAttempt, AttemptDecision. Two clocks watch: whoever hears nothing for `node_timeout` gives the other end
 up; and the ranks of a node that hears nothing from the coordinator stop earlier, when their lease expires.
 

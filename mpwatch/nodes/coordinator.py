@@ -16,7 +16,7 @@
     the decision     (job_decision.py)  RESTART                                     RUNNING
                                         RE_RENDEZVOUS: with other nodes             JOINING
                                         DONE, FAILED                                SHUTTING_DOWN
-    SHUTTING_DOWN    all nodes that are not lost have sent ShutdownAck,             FINISHED
+    SHUTTING_DOWN    all nodes that are not lost know the decision,                 FINISHED
                      or the time is over
 
 A node is lost if its connection ends, if it is silent for `node_timeout`, if it leaves, or if it does not stop its ranks in
@@ -43,6 +43,7 @@ from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     AttemptDecision,
     AttemptFailing,
+    AttemptOutcome,
     AttemptReport,
     Dismissed,
     HoldSteps,
@@ -52,11 +53,9 @@ from mpwatch.nodes.messages import (
     NextStep,
     NodeInfo,
     NodeLeaving,
-    NodeOutcome,
     RanksStalled,
     RanksStopped,
     Refused,
-    ShutdownAck,
     StartAttempt,
     StepsHeld,
     StopAtStep,
@@ -283,16 +282,16 @@ class Coordinator:
 
     def handle(self, number: int, message: MessageToCoordinator, now: float) -> list[CoordinatorAction]:
         """Handle what a node has sent after its NodeInfo. Raises InvalidMessageError."""
-        if isinstance(message, NodeLeaving):
-            return self.lose(number, message.reason, now)
         member, attempt = self._members.get(number), self._attempt
-        if member is None or member.node is None or self.stage is JobStage.FINISHED:
-            return self.lose(number, "it has left", now) if isinstance(message, ShutdownAck) else []
-        node = member.node
-        if isinstance(message, ShutdownAck):
+        node = None if member is None else member.node
+        if isinstance(message, NodeLeaving):
+            may_leave = node in attempt.reports or (node is not None and self.stage is JobStage.SHUTTING_DOWN)
+            if node is None or message.reason or not may_leave:
+                return self.lose(number, message.reason or "it has left", now)
             self._acknowledged.add(node)
-            has_left_early = self.stage is not JobStage.SHUTTING_DOWN and node not in attempt.reports
-            return self.lose(number, "it has left", now) if has_left_early else self._finish_if_acknowledged()
+            return self._finish_if_acknowledged()
+        if member is None or node is None or self.stage is JobStage.FINISHED:
+            return []
         if isinstance(message, StopRequest):
             return self._request_stop(message.cause)
         if isinstance(message, AttemptReport):
@@ -353,12 +352,12 @@ class Coordinator:
         self._has_new_collectives = True
 
     def _handle_report(self, member: _Member, node: int, report: AttemptReport, now: float) -> list[CoordinatorAction]:
-        if report.outcome is NodeOutcome.STOPPED and self.stage is JobStage.RUNNING:
+        if report.outcome is AttemptOutcome.STOPPED and self.stage is JobStage.RUNNING:
             # No StopAttempt was sent, so the lease of the node's ranks has expired (NodeThread._renew_lease).
             return self.lose(member.number, "it could not reach the coordinator for a while, and has stopped its ranks", now)
         self._attempt.reports[node] = report
         self._set_collectives(node, report)
-        has_failed = report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED)
+        has_failed = report.outcome not in (AttemptOutcome.SUCCEEDED, AttemptOutcome.STOPPED)
         return (self._fail(node, now) if has_failed else []) + self._decide_if_complete(now)
 
     def _fail(self, node: int, now: float) -> list[CoordinatorAction]:

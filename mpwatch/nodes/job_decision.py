@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from mpwatch.nodes.failure_codec import limit_total_size
 from mpwatch.nodes.job_verdict import NodeCollectives, blame_ranks, find_reported_verdict, is_explained
-from mpwatch.nodes.messages import AttemptDecision, AttemptReport, LostNode, NextStep, NodeInfo, NodeOutcome
+from mpwatch.nodes.messages import AttemptDecision, AttemptOutcome, AttemptReport, LostNode, NextStep, NodeInfo
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.failure import FailureKind, format_ranks
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding
@@ -98,14 +98,14 @@ class JobAttempt:
 
     def _decide(self, budget: RestartBudget, min_nodes: int, newcomers: int) -> AttemptDecision:
         make = partial(AttemptDecision, self.number)
-        if len(self.reports) == len(self.infos) and self._outcomes == {NodeOutcome.SUCCEEDED}:
+        if len(self.reports) == len(self.infos) and self._outcomes == {AttemptOutcome.SUCCEEDED}:
             return make(NextStep.DONE)
         root = self._find_root_report()
         for node, report in self.reports.items():
             reason = f"{self.describe_node(node)}: {report.reason}"
-            if report.outcome is NodeOutcome.TIMED_OUT:
+            if report.outcome is AttemptOutcome.TIMED_OUT:
                 return make(NextStep.FAILED, reason=self._describe_timeout(reason, report), timed_out=True)
-            if report.outcome is NodeOutcome.ABORTED:
+            if report.outcome is AttemptOutcome.ABORTED:
                 failed = root or report  # a rank that failed before user code raised is the root cause
                 rank, why = _root_cause_rank(failed), reason if failed.failures else ""
                 return make(NextStep.FAILED, root_cause_rank=rank, reason=reason, no_restart_reason=why)
@@ -169,7 +169,7 @@ class JobAttempt:
     # ---- which rank failed first
 
     @property
-    def _outcomes(self) -> set[NodeOutcome]:
+    def _outcomes(self) -> set[AttemptOutcome]:
         return {report.outcome for report in self.reports.values()}
 
     def _get_blame_order(self, node: int) -> tuple[int, float]:
@@ -178,17 +178,17 @@ class JobAttempt:
 
     def _find_root_report(self) -> AttemptReport | None:
         """Return the report of the failed node with the lowest `_victim_level`, the first of them that has come."""
-        failed = [
-            node for node in self.failure_order if node in self.reports and self.reports[node].outcome is NodeOutcome.FAILED
-        ]
-        return self.reports[min(failed, key=self._get_blame_order)] if failed else None
+        reports = self.reports
+        known = [node for node in self.failure_order if node in reports]
+        failed = [node for node in known if reports[node].outcome is AttemptOutcome.FAILED]
+        return reports[min(failed, key=self._get_blame_order)] if failed else None
 
     def _blame_other_nodes(self, policy: RestartPolicy) -> "JobAttempt":
         """Blame the ranks that have caused the failures by a comparison of all reports, or return the attempt as it is."""
         outcomes = self._outcomes
-        if self._may_have_victims or not outcomes.isdisjoint({NodeOutcome.TIMED_OUT, NodeOutcome.ABORTED}):
+        if self._may_have_victims or not outcomes.isdisjoint({AttemptOutcome.TIMED_OUT, AttemptOutcome.ABORTED}):
             return self
-        if self.verdict is None and NodeOutcome.FAILED not in outcomes:
+        if self.verdict is None and AttemptOutcome.FAILED not in outcomes:
             return self
         verdict = find_reported_verdict(self.reports.values())
         if self.verdict is not None and (verdict is None or verdict.finding != self.verdict.finding):
@@ -204,7 +204,7 @@ class JobAttempt:
             causes = {FailureKind[failure["kind"]] for failure in failures if not failure["is_secondary"]}
             reports[node] = replace(
                 report,
-                outcome=NodeOutcome.FAILED,
+                outcome=AttemptOutcome.FAILED,
                 failures=failures,
                 waited_for_other_nodes=not causes,
                 may_be_victim=False,
@@ -222,9 +222,8 @@ class JobAttempt:
         blamed = {
             node: replace(
                 report,
-                outcome=NodeOutcome.FAILED,
+                outcome=AttemptOutcome.FAILED,
                 failures=(*report.missing_ranks, *report.failures),
-                failures_omitted=report.failures_omitted + report.missing_ranks_omitted,
                 waited_for_other_nodes=False,
                 no_restart_reason=_get_no_restart_reason({FailureKind.HANG}, victim, policy),
                 reason=victim.reason,

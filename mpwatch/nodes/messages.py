@@ -14,7 +14,7 @@ NO_ATTEMPT = -1  # no attempt has been started
 Failures = tuple[Mapping[str, Any], ...]
 
 
-class NodeOutcome(Enum):
+class AttemptOutcome(Enum):
     """How an attempt has ended for the ranks of one node."""
 
     SUCCEEDED = "SUCCEEDED"
@@ -130,7 +130,7 @@ class AttemptReport:
     """How the attempt has ended for the ranks of this node."""
 
     attempt: int
-    outcome: NodeOutcome
+    outcome: AttemptOutcome
     port: int = 0
     """See NodeInfo."""
     failures: Failures = ()
@@ -142,7 +142,6 @@ class AttemptReport:
     """Whether the node's root cause is a lost connection. Then it may be a consequence of a failure on another node."""
     missing_ranks: Failures = ()
     """Failures of the kind HANG. Their ranks are to blame if ranks of other nodes timed out waiting for them."""
-    missing_ranks_omitted: int = 0
     collectives: tuple[RankRecord, ...] = ()
     """The latest ones of the node's ranks, as many as fit."""
     no_restart_reason: str = ""
@@ -161,12 +160,8 @@ class AttemptReport:
 class NodeLeaving:
     """This node leaves the job."""
 
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShutdownAck:
-    """This node knows the result of the job, and needs the coordinator no more."""
+    reason: str = ""
+    """Empty if it knows the result of the job, and needs the coordinator no more."""
 
 
 # ---- to the nodes
@@ -283,7 +278,6 @@ MessageToCoordinator = (
     | RanksStopped
     | AttemptReport
     | NodeLeaving
-    | ShutdownAck
 )
 MessageToNode = Beat | Joined | Refused | Dismissed | StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision
 Message = MessageToCoordinator | MessageToNode

@@ -34,6 +34,7 @@ from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptFailing,
+    AttemptOutcome,
     AttemptReport,
     Dismissed,
     HoldSteps,
@@ -41,11 +42,9 @@ from mpwatch.nodes.messages import (
     MessageToNode,
     NextStep,
     NodeLeaving,
-    NodeOutcome,
     RankRecord,
     RanksStalled,
     RanksStopped,
-    ShutdownAck,
     StartAttempt,
     StepsHeld,
     StopAtStep,
@@ -224,7 +223,7 @@ class NodeMachine:
         if self.stage is not NodeStage.SHUTTING_DOWN:
             return []
         self.stage = NodeStage.FINISHED
-        return [ShutdownAck()]
+        return [NodeLeaving()]
 
     def _is_over(self) -> bool:
         return self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED)
@@ -232,7 +231,7 @@ class NodeMachine:
     def _handle_stop(self, stop: StopAttempt) -> list[NodeAction]:
         if self.stage is NodeStage.PREPARING:
             self.stage = NodeStage.AWAITING_DECISION
-            return [AttemptReport(self.attempt, NodeOutcome.STOPPED)]
+            return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
         return self._stop_ranks(stop.reason) if self.stage is NodeStage.RUNNING else []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:

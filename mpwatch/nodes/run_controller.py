@@ -24,9 +24,9 @@ from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
+    AttemptOutcome,
     AttemptReport,
     NextStep,
-    NodeOutcome,
     StartAttempt,
     StopAttempt,
 )
@@ -62,9 +62,9 @@ MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
 MAX_MISSING_RANKS_BYTES = 64 * 1024  # of the missing ranks in an AttemptReport
 MAX_REASON = 1000  # characters
 OUTCOMES = {
-    StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED,
-    StopReason.TIMED_OUT: NodeOutcome.TIMED_OUT,
-    StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED,
+    StopReason.SUCCEEDED: AttemptOutcome.SUCCEEDED,
+    StopReason.TIMED_OUT: AttemptOutcome.TIMED_OUT,
+    StopReason.CANCELLED_BY_JOB: AttemptOutcome.STOPPED,
 }
 
 
@@ -147,7 +147,7 @@ class MultiNodeRunController(RunController[T]):
         is_known = attempt is None or (decision is not None and decision.attempt >= attempt.number)
         failures = () if attempt is None or is_known else _encode_failures(attempt)
         reason = summarize_exception(error)[:MAX_REASON]
-        self._node_thread.abort(AttemptReport(0, NodeOutcome.ABORTED, failures=failures, reason=reason))
+        self._node_thread.abort(AttemptReport(0, AttemptOutcome.ABORTED, failures=failures, reason=reason))
         self._publish_pending_outcomes()
 
     def _handle_update(self, update: NodeUpdate) -> None:
@@ -219,20 +219,18 @@ class MultiNodeRunController(RunController[T]):
         missing = find_missing_ranks(observations, result) if may_be_missed else []
         self._missing_ranks = {failure.rank: failure for failure in missing}
         failures = _encode_failures(result)
-        missing_ranks = limit_total_size(map(encode_failure, missing), MAX_MISSING_RANKS_BYTES)
         failed_attempt = self._build_failed_attempt(observations, result)
         states = result.worker_states if stop_reason in (StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB) else {}
         is_restart_possible = has_failed and self._spec.policy.max_restarts
         no_restart_reason = find_no_restart_reason(self._spec.policy, failed_attempt) if is_restart_possible else ""
         return AttemptReport(
             attempt=0,  # NodeMachine.report_attempt fills it in
-            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(stop_reason, NodeOutcome.FAILED),
+            outcome=AttemptOutcome.FAILED if has_failed else OUTCOMES.get(stop_reason, AttemptOutcome.FAILED),
             failures=failures,
             failures_omitted=len(result.failures) - len(failures),
             waited_for_other_nodes=are_victims and not waiting.isdisjoint(result.failures),
             may_be_victim=result.root_cause is not None and result.root_cause.rank in possible_victims,
-            missing_ranks=missing_ranks,
-            missing_ranks_omitted=len(missing) - len(missing_ranks),
+            missing_ranks=limit_total_size(map(encode_failure, missing), MAX_MISSING_RANKS_BYTES),
             collectives=records,
             no_restart_reason=no_restart_reason[:MAX_REASON],
             reason=result.reason[:MAX_REASON],

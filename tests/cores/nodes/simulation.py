@@ -12,7 +12,7 @@ from functools import wraps
 
 from mpwatch import Rendezvous, RestartPolicy
 from mpwatch.nodes import coordinator, messages, node_machine
-from mpwatch.nodes.messages import NodeOutcome
+from mpwatch.nodes.messages import AttemptOutcome
 
 LATENCY, TIMEOUT = 0.05, 15.0
 JOIN_TIMEOUT = 120.0
@@ -81,7 +81,7 @@ class Node:
             elif isinstance(action, node_machine.StartRanks):
                 self.start_ranks()
             elif isinstance(action, messages.StopAttempt):
-                self.stop(NodeOutcome.STOPPED)
+                self.stop(AttemptOutcome.STOPPED)
             elif isinstance(action, messages.HoldSteps):
                 job.after(0.002, self.report_steps)
             elif isinstance(action, messages.StopAtStep):
@@ -98,7 +98,7 @@ class Node:
         if not self.is_alive or self.start is not start or self.machine.stage is not node_machine.NodeStage.PREPARING:
             return
         if self.has_failing_env:
-            self.execute(self.machine.abort(messages.AttemptReport(0, NodeOutcome.ABORTED, reason="env")))
+            self.execute(self.machine.abort(messages.AttemptReport(0, AttemptOutcome.ABORTED, reason="env")))
             self.end()
         else:
             self.execute(self.machine.start_ranks(start.attempt, []))
@@ -122,13 +122,13 @@ class Node:
     @when_awake
     def return_(self, number):
         if number == self.start_number and self.ranks is Ranks.RUNNING:
-            self.stop(NodeOutcome.SUCCEEDED)
+            self.stop(AttemptOutcome.SUCCEEDED)
 
     def stop(self, outcome):
         """Stop the ranks. The node reports `outcome`, or nothing if that is None."""
         if self.is_alive and self.ranks in (Ranks.STARTING, Ranks.RUNNING):
             self.ranks = Ranks.STOPPING
-            if outcome is NodeOutcome.FAILED:
+            if outcome is AttemptOutcome.FAILED:
                 self.execute(self.machine.report_failing())
             self.job.after(EXIT_SECONDS, lambda: self.reap(outcome))
 
@@ -136,7 +136,7 @@ class Node:
     def reap(self, outcome):
         self.ranks = Ranks.NONE
         if self.is_alive and outcome is not None:
-            failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
+            failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
             self.execute(self.machine.report_ranks_stopped())
             self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 
@@ -154,7 +154,7 @@ class Node:
     @when_awake
     def fail_rank(self):
         if self.ranks is Ranks.RUNNING:
-            self.stop(NodeOutcome.FAILED)
+            self.stop(AttemptOutcome.FAILED)
 
     def kill(self):
         self.end()
@@ -166,7 +166,7 @@ class Node:
             return
         self.asleep_until = job.now + seconds
         if seconds > LEASE_SECONDS:
-            job.after(seconds, lambda: self.stop(NodeOutcome.STOPPED))  # the lease has expired
+            job.after(seconds, lambda: self.stop(AttemptOutcome.STOPPED))  # the lease has expired
         if seconds > TIMEOUT:
             job.after(TIMEOUT, lambda: job.lose(connection, "it is silent"))
 
@@ -175,7 +175,7 @@ class Node:
         job, connection = self.job, self.connection
         job.cuts[connection] = job.now + seconds
         if seconds > LEASE_SECONDS:
-            job.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(NodeOutcome.STOPPED))
+            job.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(AttemptOutcome.STOPPED))
         if seconds > TIMEOUT:
             job.after(TIMEOUT, lambda: self.lose_coordinator(connection))
             job.after(TIMEOUT + 1.0, lambda: job.lose(connection, "it is silent"))

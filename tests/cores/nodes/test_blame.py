@@ -9,10 +9,10 @@ from mpwatch.nodes.failure_codec import decode_failure, encode_failure
 from mpwatch.nodes.frames import MAX_BYTES
 from mpwatch.nodes.job_decision import JobAttempt
 from mpwatch.nodes.messages import (
+    AttemptOutcome,
     AttemptReport,
     NextStep,
     NodeInfo,
-    NodeOutcome,
     RankRecord,
     encode_message,
 )
@@ -30,7 +30,7 @@ VICTIM, MISSING = {"rank": 0, "is_secondary": True}, {"rank": 1, "is_secondary":
 
 def report(node, outcome, *failures, **details):
     """Return the number of the node, and its report."""
-    return node, AttemptReport(0, NodeOutcome[outcome], failures=failures, **details)
+    return node, AttemptReport(0, AttemptOutcome[outcome], failures=failures, **details)
 
 
 def decide(*reports, policy=ONCE, sizes=None, host=None, lost_nodes=(), newcomers=0, min_nodes=None, stop_cause="", **facts):
@@ -43,7 +43,7 @@ def decide(*reports, policy=ONCE, sizes=None, host=None, lost_nodes=(), newcomer
             NodeInfo("job", f"host{node}", "", 1, sizes.get(node, 1), "default", None, node == host, 10.0, 600.0, None, {})
             for node in nodes
         ],
-        failure_order=[node for node, of_node in reports.items() if of_node.outcome is NodeOutcome.FAILED],
+        failure_order=[node for node, of_node in reports.items() if of_node.outcome is AttemptOutcome.FAILED],
         reports=reports,
         lost=lost,
         **facts,
