@@ -281,7 +281,12 @@ class Driver:
             self._handle_loss(node, ConnectionError(f"it has lost the driver, and left the job: {outcome.reason}"))
             return
         node.outcome = outcome
-        self._expect_end()
+        if self._is_stopping:
+            return
+        self._deadline = min(self._deadline, monotonic() + self._end_seconds)  # for the other nodes
+        for other in self._nodes.values():
+            if other.has_begun and not other.has_joined:
+                self._stop_node(other)
 
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
         """If the job goes on, make the engine start a new node in the place of the lost one."""
@@ -349,15 +354,6 @@ class Driver:
 
     def _count_running(self) -> int:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
-
-    def _expect_end(self) -> None:
-        """Set a deadline for the other nodes after one node has ended. Stop connected nodes that have not joined."""
-        if self._is_stopping:
-            return
-        self._deadline = min(self._deadline, monotonic() + self._end_seconds)
-        for node in self._nodes.values():
-            if node.has_begun and not node.has_joined and not node.is_over:
-                self._stop_node(node)
 
     def _stop_nodes(self) -> None:
         self._is_stopping = True

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mpwatch
@@ -121,7 +120,10 @@ def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
     fn, options = _load_call(spec)
-    observer = partial(_send_event, link)
+
+    def observer(event: mpwatch.Event) -> None:
+        link.send("event", pack_by_value(event))
+
     run_spec: WorkerSpec[Any] = WorkerSpec(
         fn=fn,
         nprocs=spec.nprocs,
@@ -161,23 +163,17 @@ class _LinkStream:
     """A stream that sends the output of a node's ranks to the driver."""
 
     def __init__(self, link: _DriverLink, stream: str) -> None:
-        self._link = link
-        self._stream = stream
+        self._link, self._stream = link, stream
 
     def write(self, text: str) -> None:
         self._link.send("output", (self._stream, text))
-
-
-def _send_event(link: _DriverLink, event: mpwatch.Event) -> None:
-    link.send("event", pack_by_value(event))
 
 
 class _LinkView:
     """A view that sends the statuses of the node's ranks to the driver. See View in watcher/observers/view_driver.py."""
 
     def __init__(self, link: _DriverLink, period: float) -> None:
-        self._link = link
-        self.period = period
+        self._link, self.period = link, period
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         self._link.send("statuses", list(statuses))

@@ -150,10 +150,6 @@ class Coordinator:
         self._has_new_collectives = False
 
     @property
-    def is_finished(self) -> bool:
-        return self.stage is JobStage.FINISHED
-
-    @property
     def deadline(self) -> float:
         """When `handle_deadline` must be called."""
         soonest = min(self._deadline, self._begin_at)

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 from mpwatch.nodes.json_codec import InvalidMessageError
 
@@ -170,25 +171,11 @@ class Connection:
             self.end = self.end or str(error.strerror)
         return self.framing.feed(bytes(data))
 
-    def drain(self) -> bool:
-        """Read what comes and drop it. Return whether the other end has closed the connection."""
-        try:
-            while piece := self.socket.recv(READ_SIZE):
-                del piece
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
-
     def shut_down(self) -> None:
         """Send no more. The other end reads what was sent before, and then that this is the end."""
         self.flush()
-        self.end = self.end or "closed"
-        try:
+        with suppress(OSError):  # it is not connected any more
             self.socket.shutdown(socket.SHUT_WR)
-        except OSError:  # it is not connected any more
-            return
 
     def close(self) -> None:
         self.end = self.end or "closed"

@@ -97,10 +97,6 @@ class NodeMachine:
         self._is_leaving = False
 
     @property
-    def is_finished(self) -> bool:
-        return self.stage is NodeStage.FINISHED
-
-    @property
     def is_joining(self) -> bool:
         return self.stage is NodeStage.JOINING
 

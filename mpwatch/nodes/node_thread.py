@@ -48,7 +48,7 @@ from mpwatch.nodes.messages import (
     decode_message,
     encode_message,
 )
-from mpwatch.nodes.node_machine import NodeAction, NodeMachine, Rejoin, StartRanks
+from mpwatch.nodes.node_machine import NodeAction, NodeMachine, NodeStage, Rejoin, StartRanks
 from mpwatch.nodes.server import Server
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
@@ -232,7 +232,7 @@ class NodeThread:
         self._connect()
         beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
         woken_at = monotonic()
-        while not self._machine.is_finished and not self._may_leave():
+        while self._machine.stage is not NodeStage.FINISHED and not self._may_leave():
             connection = self._connection
             sockets = [] if connection is None else [connection.socket]
             due_at = min(self._beat_at + beat_seconds, self._leave_at)

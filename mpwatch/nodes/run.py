@@ -52,7 +52,7 @@ def run_multi_node(
             caller.execute(partial(controller.follow_job, caller, payload))
             watcher.drain_output(caller.drain_timeout(controller.seconds_left()))
             result = caller.build_result(controller.build_result)
-            if controller.is_job_decided:
+            if controller.job_decision is not None:
                 node_thread.acknowledge_shutdown()
             elif len(caller.signals.received) > 1:  # the user asks for a faster end
                 node_thread.finish_within(0.0)

@@ -76,17 +76,13 @@ class MultiNodeRunController(RunController[T]):
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
         self._node_thread = node_thread
-        self._job_decision: AttemptDecision | None = None  # the decision that has ended the job
+        self.job_decision: AttemptDecision | None = None  # the decision that has ended the job
         self._latest_decision: AttemptDecision | None = None
         self._latest_start: StartAttempt | None = None
         self._job_failures: dict[int, ProcessFailure] = {}  # the failures in the latest decision, by rank
         self._missing_ranks: dict[int, ProcessFailure] = {}  # of this node's ranks for which other nodes may have waited
         self._latest_call: Call | None = None  # that was not handled yet
         self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # these wait for the decision of the job
-
-    @property
-    def is_job_decided(self) -> bool:
-        return self._job_decision is not None
 
     def follow_job(self, caller: Caller, payload: Payload) -> None:
         """Take part in the job until its end, or until this node is interrupted. Then no rank is left.
@@ -109,7 +105,7 @@ class MultiNodeRunController(RunController[T]):
         if call is not None and not call.has_ended():
             return False
         is_interrupted = call is not None and call.evidence is not None and call.evidence.signum is not None
-        return self.is_job_decided or is_interrupted or self._watcher.loop.interrupted is not None
+        return self.job_decision is not None or is_interrupted or self._watcher.loop.interrupted is not None
 
     def _serve(self) -> None:
         try:
@@ -162,7 +158,7 @@ class MultiNodeRunController(RunController[T]):
         self._latest_decision = decision = self._restore_root_cause(update)
         self._record_decision(decision)
         if decision.ends_job:
-            self._job_decision = decision
+            self.job_decision = decision
             if decision.next_step is NextStep.FAILED and self._latest_start is None:
                 raise LaunchError(decision.reason)
 
@@ -320,7 +316,7 @@ class MultiNodeRunController(RunController[T]):
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
         """Give the result of this node's ranks the state and the failures of the whole job."""
-        decision = self._job_decision
+        decision = self.job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED
             return replace(local, state=WorkerState.STOPPED) if is_success else local

@@ -21,7 +21,7 @@ from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Protocol
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.coordinator import Coordinator, CoordinatorAction, Decided, LogWarning
+from mpwatch.nodes.coordinator import Coordinator, CoordinatorAction, Decided, JobStage, LogWarning
 from mpwatch.nodes.frames import MAX_BYTES, MAX_LINK_BYTES, Connection
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
@@ -55,7 +55,7 @@ class _Peer:
         self.number, self.connection, self.host, self.heard_at = number, connection, host, now
         self.is_stranger, self.is_node = True, False
         self.receive: Callable[[bytes | None], object] | None = None  # gets pickles, and at the end None
-        self.closes_at: float | None = None  # it has got its last message
+        self.closes_at: float | None = None  # it has got its last message, and what it sends is ignored
 
 
 class Link:
@@ -177,7 +177,7 @@ class Server:
                 self._execute(self.coordinator.handle_deadline(now))
 
     def _is_over(self) -> bool:
-        is_done = self.coordinator.is_finished and self._driver is None
+        is_done = self.coordinator.stage is JobStage.FINISHED and self._driver is None
         return self._is_closing or (is_done and not any(peer.connection.has_unsent for peer in self._peers.values()))
 
     def _resume(self) -> None:
@@ -206,10 +206,6 @@ class Server:
     def _serve(self, peer: _Peer, events: int) -> None:
         if peer.number not in self._peers:  # it was removed in this wake-up
             return
-        if peer.closes_at is not None:
-            if events & EVENT_READ and peer.connection.drain():
-                self._remove(peer)
-            return
         if events & EVENT_WRITE:
             peer.connection.flush()
         if events & EVENT_READ:
@@ -218,7 +214,7 @@ class Server:
                 self._selector.unregister(peer.connection.socket)
                 return
             self._read(peer)
-        if peer.number not in self._peers or peer.closes_at is not None:
+        if peer.number not in self._peers:
             return
         if peer.connection.end:
             self._lose(peer, f"its connection has ended ({peer.connection.end}): its program or its machine has failed")
@@ -271,7 +267,6 @@ class Server:
                 if isinstance(action.message, Refused | Dismissed):
                     peer.connection.shut_down()
                     peer.closes_at = self._now() + LINGER_SECONDS
-                    self._selector.modify(peer.connection.socket, EVENT_READ, partial(self._serve, peer))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         if not peer.connection.end:
