@@ -36,6 +36,7 @@ class JobServer:
         self, address: str, spec: WorkerSpec[Any], on_statuses: Callable[[int, Sequence[RankStatus]], object]
     ) -> None:
         assert spec.rendezvous is not None
+        assert spec.rendezvous.key, "pickles are loaded only if they are signed"
         self.messages: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._on_statuses = on_statuses
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -4,6 +4,7 @@ import pickle
 import platform
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
@@ -13,6 +14,7 @@ from typing import Any
 import mpwatch
 from mpwatch.api import start_run
 from mpwatch.cluster.engine import NodeOutcome
+from mpwatch.nodes.address import RETRY_SECONDS
 from mpwatch.nodes.frames import READ_SIZE, Framing
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import LinkHello, encode_message
@@ -21,6 +23,7 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.wire.pickling.reducers import pack_by_value
 
+CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0
 ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
 
 
@@ -71,19 +74,31 @@ class _DriverLink:
 
     def __init__(self, spec: NodeSpec) -> None:
         self._lock = threading.Lock()
+        for tries_left in reversed(range(CONNECT_TRIES)):
+            try:
+                self._connect(spec)
+                return
+            except (OSError, InvalidMessageError) as error:
+                if not tries_left:
+                    host, port = spec.driver
+                    text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
+                    raise ConnectionError(text) from error
+            time.sleep(RETRY_SECONDS)  # if many nodes connect at once, the server refuses some
+
+    def _connect(self, spec: NodeSpec) -> None:
         self._framing = Framing(spec.key, is_server=False)
+        self._socket = socket.create_connection(spec.driver, CONNECT_SECONDS)
         try:
-            self._socket = socket.create_connection(spec.driver)
-            self._socket.settimeout(None)
             self._socket.sendall(self._framing.greeting)
             while not self._framing.is_greeted:
                 self._receive()
-            hello = LinkHello(spec.number, platform.node())
-            self._socket.sendall(self._framing.encode(encode_message(hello)))
-        except (OSError, InvalidMessageError) as error:
-            host, port = spec.driver
-            text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
-            raise ConnectionError(text) from error
+            self._socket.sendall(self._framing.encode(encode_message(LinkHello(spec.number, platform.node()))))
+            while not self._receive():  # the answer
+                pass
+            self._socket.settimeout(None)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def send(self, kind: str, content: object) -> None:
         data = pickle.dumps((kind, content))

@@ -250,6 +250,7 @@ class Server:
                 raise InvalidMessageError("no driver has started the nodes of this job")
             peer.is_stranger, peer.connection.framing.limit = False, MAX_LINK_BYTES
             peer.receive = self._driver.open_link(message, Link(self, peer))
+            self._send(peer, encode_message(message))  # it is no stranger any more
         elif isinstance(message, Beat):
             self._send(peer, encode_message(message))
         else:
