@@ -1,6 +1,4 @@
-"""Run one job on several nodes of a cluster, with one call of `run`.
-
-The integrations with Ray, Dask and SLURM use this package.
+"""Run one job on several nodes of a cluster, with one call of `run`. Used by the integrations with Ray, Dask and SLURM.
 
     driver, which calls `run`                                  node: a process of the engine, one for each node of the job
     -------------------------                                  -----------------------------------------------------------

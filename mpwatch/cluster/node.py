@@ -134,7 +134,13 @@ def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
-    fn, options = _load_call(spec)
+    try:
+        fn, options = pickle.loads(spec.call)
+    except Exception as error:
+        raise mpwatch.LaunchError(
+            f"node {spec.number} ({platform.node()}) cannot load the function and its arguments:"
+            f" {type(error).__name__}: {error}; each node needs the modules of the driver's program"
+        ) from error
 
     def observer(event: mpwatch.Event) -> None:
         link.send("event", pack_by_value(event))
@@ -151,17 +157,6 @@ def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     )
     period = spec.view_period
     return start_run(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
-
-
-def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
-    try:
-        fn, options = pickle.loads(spec.call)
-    except Exception as error:
-        raise mpwatch.LaunchError(
-            f"node {spec.number} ({platform.node()}) cannot load the function and its arguments:"
-            f" {type(error).__name__}: {error}; each node needs the modules of the driver's program"
-        ) from error
-    return fn, options
 
 
 def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:

@@ -2,11 +2,6 @@
 
     server --- join, handle, lose, time ---> Coordinator ---> actions: Send, LogWarning, Decided
 
-    JOINING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
-       ^           ^                       |   |
-       |           '------- RESTART -------'   |
-       '------------- RE_RENDEZVOUS -----------'
-
     stage            it ends when ...                                               and then comes
     JOINING          enough nodes have joined                                       RUNNING
     RUNNING          all nodes have reported success                                the decision

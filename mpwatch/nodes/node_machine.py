@@ -1,10 +1,4 @@
-"""What one node does in a job. Pure: the node thread calls a method for each event, and executes the actions that it
-returns.
-
-    JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
-       ^           ^                                        |      |
-       |           '-------------- RESTART -----------------'      |
-       '--------------------- RE_RENDEZVOUS -----------------------'
+"""What one node does in a job. Pure: the node thread calls a method for each event, and executes what it returns.
 
     stage                it ends when ...                                               and then comes
     JOINING              StartAttempt comes                                             PREPARING
