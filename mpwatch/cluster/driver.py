@@ -1,22 +1,19 @@
 """`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over.
 
-    threads of NodeLinks       put what nodes send into the queue of messages (links.py)
+    thread of the JobServer    puts what nodes send, and what the coordinator decides, into the queue of messages
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **joined** the job when it has met the other nodes in a rendezvous. Only a node that has joined starts its ranks.
-A node that has not joined waits for other nodes, for at most `join_timeout` seconds. As soon as one node has ended, the
-driver stops each connected node that has not joined.
+A node has **begun** when it has connected to the driver, and **joined** the job when it has met the other nodes in a
+rendezvous. Only a node that has joined starts its ranks. A node that has not joined waits for other nodes, for at most
+`join_timeout` seconds. As soon as one node has ended, the driver stops each node that has begun and not joined.
 
 Guarantees:
 
-- The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
-- While no node has ended, the driver lets the ranks run without a time limit. When the first node has ended, the other nodes
-  have `grace_period` + END_SECONDS to announce their outcomes. If a node has announced no outcome in time, the driver stops
-  all nodes.
-- The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
-- The driver waits without limit for an outcome that a node has announced, because sending a large outcome takes time. But
-  after the driver has stopped the nodes, it waits at most `grace_period` + END_SECONDS for their outcomes.
+- The driver waits without limit for the first node to begin, unless `queue_timeout` is set, and while no node has ended.
+- When the first node has ended, the other nodes have `grace_period` + END_SECONDS to announce their outcomes. If one has
+  not done so, the driver stops all nodes, and waits for their outcomes for the same time once more.
+- The driver waits without limit for an outcome that a node has announced, since to send a large outcome takes time.
 - The job succeeds only if the driver has received the outcome of every node that has ranks.
 """
 
@@ -30,25 +27,24 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import dropwhile
 from typing import Any
 
 import mpwatch
 from mpwatch.cluster.attempts import JobAttempts
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
-from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec, run_node
 from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
-from mpwatch.cluster.signed_connection import SignedConnection, shut_down
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted, Restarting
 from mpwatch.nodes.coordinator import Decided
-from mpwatch.nodes.messages import NextStep
+from mpwatch.nodes.failure_codec import make_lost_failures
+from mpwatch.nodes.messages import LostNode
+from mpwatch.nodes.server import Link
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import add_summary, summarize_exception
+from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -56,134 +52,89 @@ from mpwatch.wire.exceptions.decoder import USER_ERRORS
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
-ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
+ERROR_LINES = 8  # of the end of the text of an engine's error
 
 
 @dataclass
 class _Node:
     number: int
     hostname: str = ""
-    connection: SignedConnection | None = None
-    """None until the node has connected."""
+    link: Link | None = None
+    """None until the node has begun."""
     has_ended: bool = False
     """Whether the node has announced its outcome."""
     is_link_closed: bool = False
     """Whether the driver has received everything that the node has sent."""
     group_rank: int | None = None
-    """The number of the node in the latest round of the rendezvous. None if the node has not joined."""
+    """In the latest round of the rendezvous. None if the node has not joined."""
     ranks: tuple[int, ...] = ()
-    """The ranks of the node in the latest round."""
+    """In the latest round."""
     is_stopped: bool = False
     """Whether the driver has stopped the node."""
     outcome: "mpwatch.RunResult[Any] | Exception | None" = None
-    """None until the driver knows the outcome."""
+    """None until the driver knows it."""
     is_lost: bool = False
-    """Whether the engine has lost or cancelled the node, or the node has left the job."""
+    """Whether the engine has lost or cancelled the node, the node has left the job, or the driver has given it up."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the node has connected to the driver."""
-        return self.connection is not None
+        return self.link is not None
 
     @property
     def has_joined(self) -> bool:
-        """Whether the node has met the other nodes in a rendezvous."""
         return self.group_rank is not None
 
     @property
     def is_over(self) -> bool:
-        """True if the node is lost, or if the driver has received the outcome and all messages of the node."""
+        """Whether the node is lost, or the driver has its outcome and all its messages."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
-    @property
-    def may_hang(self) -> bool:
-        """Whether the node has connected to the driver, and has not yet announced its outcome."""
-        return self.has_begun and not self.has_ended and not self.is_over
-
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
-        """Return one ProcessFailure for each rank of this lost node."""
-        return [
-            mpwatch.ProcessFailure(
-                rank=rank,
-                local_rank=local_rank,
-                pid=None,
-                hostname=self.hostname,
-                group_rank=self.group_rank,
-                node_ranks=tuple(self.ranks),
-                kind=mpwatch.FailureKind.LOST,
-                exit_code=1,
-                evidence=reason,
-            )
-            for local_rank, rank in enumerate(self.ranks)
-        ]
+        if self.group_rank is None:
+            return []
+        return make_lost_failures(LostNode(self.group_rank, self.hostname, self.ranks[0], len(self.ranks), reason))
 
 
 class Driver:
-    """Starts the nodes of a job and waits until the job is over. Call `run` only once.
-
-    Args:
-        engine: starts the nodes.
-        links: the connections to the nodes.
-        view: the live view.
-        logs: where the driver writes the shown lines.
-        spec: the options of the job. Its observers are called with each event of each node.
-        queue_timeout: seconds to wait until a node has connected. None means no limit.
-
-    Attributes:
-        interrupt: the KeyboardInterrupt that has stopped the job.
-    """
+    """Lives as long as the call of `run`. `interrupt` is the KeyboardInterrupt that has stopped the job."""
 
     def __init__(
         self,
         engine: Engine,
-        links: NodeLinks,
+        server: JobServer,
         view: JobView,
         logs: mpwatch.LogSpec,
         spec: mpwatch.WorkerSpec[Any],
         *,
         queue_timeout: float | None,
     ) -> None:
+        assert spec.rendezvous is not None
         self.interrupt: KeyboardInterrupt | None = None
-        self._engine = engine
-        self._links, self._messages = links, links.messages
-        self._view = view
+        self._engine, self._server, self._view = engine, server, view
+        self._messages, self._rendezvous = server.messages, spec.rendezvous
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers, self._progress_observers = [*spec.observers], [*spec.progress_observers]
+        self._end_seconds = spec.grace_period + END_SECONDS
         self._queue_timeout = queue_timeout
         self._queue_wait: QueueWait | None = None  # while no node has begun
         self._nodes: dict[int, _Node] = {}
+        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
         self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
         self._not_restarted = ""  # why the loss of all nodes has ended the job
         self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
         self._waits_for_more = False
-        self._begins_early = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
-        self._is_given_up = False
 
-    def run(
-        self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], server: JobServer, *, may_begin_early: bool
-    ) -> mpwatch.RunResult[Any] | None:
-        """Start the nodes, wait until the job is over, and return its result.
+    def run(self, node_spec: NodeSpec, *, may_begin_early: bool) -> mpwatch.RunResult[Any] | None:
+        """Start the nodes, wait until the job is over, and return its result, or None after Ctrl-C if there is none.
 
-        Args:
-            node_spec: what the nodes need to know.
-            spec: the options of the job.
-            server: where the nodes meet.
-            may_begin_early: whether the job begins without the nodes for which the cluster has no room.
-
-        If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
-
-        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and returns their merged results.
-        After Ctrl-C, `run` does not raise the errors that nodes have returned. After Ctrl-C, `run` returns None if no node
-        has returned a result.
+        `may_begin_early`: whether the job begins without the nodes for which the cluster has no room. Raises LaunchError,
+        and an error that a node has returned, unless Ctrl-C has stopped the job.
         """
-        assert spec.rendezvous is not None
-        self._spec, self._rendezvous, self._server = node_spec, spec.rendezvous, server
-        self._end_seconds = spec.grace_period + END_SECONDS
-        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
+        self._spec = node_spec
         self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
         self._wait_for_room(self._begin_queue_wait())
         for _ in range(self._rendezvous.max_nodes):
@@ -199,17 +150,16 @@ class Driver:
         return self._make_result()
 
     def _begin_queue_wait(self) -> QueueWait:
-        self._queue_wait = QueueWait(self._queue_timeout, monotonic())
+        self._queue_wait = QueueWait(self._queue_timeout)
         self._deadline = self._queue_wait.deadline
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
         while what := self._describe_wait():
-            now = monotonic()
-            if now >= wait.deadline:
+            if (left := wait.deadline - monotonic()) <= 0.0:
                 raise wait.make_error(what)
-            self._report_wait(wait, what)
-            time.sleep(min(ROOM_PERIOD, wait.deadline - now))
+            wait.report(what)
+            time.sleep(min(ROOM_PERIOD, left))
 
     def _describe_wait(self) -> str:
         describe = getattr(self._engine, "describe_wait", None)
@@ -218,10 +168,6 @@ class Driver:
     def _describe_queue(self) -> str:
         new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
-
-    def _report_wait(self, wait: QueueWait, what: str) -> None:
-        if report := wait.take_report(what, monotonic()):
-            log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
@@ -232,34 +178,26 @@ class Driver:
         except queue.Empty:
             if monotonic() >= self._deadline:
                 self._handle_deadline()
-            elif self._queue_wait is not None and monotonic() >= self._queue_wait.report_at:
-                self._report_wait(self._queue_wait, self._describe_queue())
+            elif self._queue_wait is not None:
+                self._queue_wait.report(self._describe_queue())
         else:
-            try:
-                self._handle(*message)
-            except KeyboardInterrupt:
-                if message[0] not in ("event", "output"):
-                    self._messages.put(message)  # else `run` would wait until its deadline for the end of this node
-                raise
+            self._handle(*message)
         if self._are_meeting:
             self._check_arrivals()
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether the driver can stop waiting for the nodes.
-
-        A node that has not connected does not delay the end of the job.
-        """
+        """A node that has not begun does not delay the end of the job."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
-        return self._is_given_up or (self._is_ending() and all(node.is_over for node in nodes))
+        return self._is_ending() and all(node.is_over for node in nodes)
 
     def _handle_deadline(self) -> None:
         if self._is_stopping:
             self._give_up()
-        elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
-            self._deadline = math.inf  # the engine brings their outcomes
         elif self._has_outcome():
-            self._stop_nodes()
+            self._deadline = math.inf
+            if any(node.has_begun and not node.has_ended and not node.is_over for node in self._nodes.values()):
+                self._stop_nodes()  # else the engine brings their outcomes
         elif self._losses:
             self._not_restarted = f"no new node has begun within {self._queue_timeout:g} s (queue_timeout)"
             self._stop_nodes()
@@ -274,22 +212,20 @@ class Driver:
             return
         node = self._nodes[number]
         if kind == "hello":
-            node.hostname, node.connection = content
+            node.hostname, node.link = content
             if node.is_lost:
-                shut_down(node.connection)  # the engine has lost or cancelled the node, although it is alive
+                node.link.close()  # the engine has lost or cancelled the node, although it is alive
             elif self._has_outcome():
                 self._stop_node(node)  # it is too late for the job
             elif not self._is_stopping:
                 self._deadline, self._queue_wait = math.inf, None
         elif kind == "closed":
-            self._links.release(content)
-            node.is_link_closed |= node.connection is content
+            node.is_link_closed |= node.link is content
             if node.is_link_closed and not node.has_ended and not node.is_over:
                 self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know; "done" follows
         elif kind == "end":
             node.has_ended = True
         elif kind == "output":
-            self._links.acknowledge_output(number)
             self._write(*content)
         elif kind == "event":
             self._handle_event(node, content)
@@ -299,10 +235,7 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """If the minimum number of nodes has connected, log that these nodes wait for more nodes.
-
-        If the cluster has no room for more nodes, let the job begin with the connected nodes.
-        """
+        """Let the job begin with the nodes that have begun, if they are enough and the cluster has no room for more."""
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
         least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
@@ -310,8 +243,7 @@ class Driver:
             return
         if not self._waits_for_more:
             self._waits_for_more = True
-            seconds = self._rendezvous.last_call_timeout
-            if seconds:
+            if seconds := self._rendezvous.last_call_timeout:
                 text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
                 log_now(logging.INFO, text, count, most, seconds)
         if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
@@ -319,7 +251,6 @@ class Driver:
             log_now(logging.INFO, text, count, most)
             self._server.expect_nodes(count)
             self._are_meeting = self._waits_for_more = False
-            self._begins_early = True
 
     def _start_node(self) -> None:
         number = len(self._nodes)
@@ -350,13 +281,18 @@ class Driver:
             self._handle_loss(node, ConnectionError(f"it has lost the driver, and left the job: {outcome.reason}"))
             return
         node.outcome = outcome
-        self._expect_end()
+        if self._is_stopping:
+            return
+        self._deadline = min(self._deadline, monotonic() + self._end_seconds)  # for the other nodes
+        for other in self._nodes.values():
+            if other.has_begun and not other.has_joined:
+                self._stop_node(other)
 
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
-        """Handle the loss of a node. If the job goes on, make the engine start a new node in the place of the lost node."""
+        """If the job goes on, make the engine start a new node in the place of the lost one."""
         node.is_lost = True
-        if node.connection is not None:
-            shut_down(node.connection)  # this ends a node that the engine has lost although it is alive
+        if node.link is not None:
+            node.link.close()  # this ends a node that the engine has lost although it is alive
         self._view.drop(node.number)
         self._losses += node.make_failures(_summarize(error))
         if self._is_ending():
@@ -369,8 +305,8 @@ class Driver:
             if self._early_losses >= MAX_EARLY_LOSSES:
                 if self._count_running() >= self._rendezvous.min_nodes:
                     return
-                reason = "\n".join([_summarize(error), *_find_end_of_traceback(str(error))])
-                node.outcome = mpwatch.LaunchError(f"the engine could not start node {node.number}: {reason}")
+                text = f"the engine could not start node {node.number}: {_summarize(error, ERROR_LINES)}"
+                node.outcome = mpwatch.LaunchError(text)
                 if self._losses and not self._count_running():
                     self._stop_nodes()
                     return
@@ -386,10 +322,9 @@ class Driver:
         decided = self._decided
         if decided is None or not self._losses or self._count_running() or self._is_ending():
             return
-        decision, now, causes = decided.decision, time.time(), {loss.rank: add_summary(loss) for loss in self._losses}
-        cause = causes[self._losses[0].rank]
-        ranks = self._attempts.end(now, cause, causes)
-        if decision.next_step in (NextStep.DONE, NextStep.FAILED):
+        decision, now, cause = decided.decision, time.time(), self._losses[0]
+        ranks = self._attempts.end(now, cause, {loss.rank: loss for loss in self._losses})
+        if decision.ends_job:
             reason = decision.no_restart_reason if decided.is_without_nodes else "the ranks had ended before that"
             self._not_restarted = reason if self._may_restart else ""
             self._stop_nodes()
@@ -420,15 +355,6 @@ class Driver:
     def _count_running(self) -> int:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
 
-    def _expect_end(self) -> None:
-        """Set a deadline for the other nodes after one node has ended. Stop connected nodes that have not joined."""
-        if self._is_stopping:
-            return
-        self._deadline = min(self._deadline, monotonic() + self._end_seconds)
-        for node in self._nodes.values():
-            if node.has_begun and not node.has_joined and not node.is_over:
-                self._stop_node(node)
-
     def _stop_nodes(self) -> None:
         self._is_stopping = True
         self._deadline, self._queue_wait = monotonic() + self._end_seconds, None
@@ -436,18 +362,17 @@ class Driver:
             self._stop_node(node)
 
     def _give_up(self) -> None:
-        self._is_given_up = True
         for node in self._nodes.values():
             if node.outcome is None and not node.is_lost:
                 self._losses += node.make_failures(f"it has not ended within {self._end_seconds:g} s after it was stopped")
+            node.is_lost = True
 
     def _stop_node(self, node: _Node) -> None:
         if node.is_over or node.outcome is not None:
             return
         node.is_stopped = True
-        if node.connection is not None:
-            with suppress(OSError):
-                node.connection.send("stop")
+        if node.link is not None:
+            node.link.send(b"stop")
         else:
             self._engine.cancel(node.number)
             node.is_lost = True
@@ -491,9 +416,7 @@ class Driver:
             if self._decided is not None and self._decided.decision.attempt < event.attempt:
                 self._decided = None
             self._are_meeting = self._waits_for_more = False
-            if self._begins_early:
-                self._begins_early = False
-                self._server.expect_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
+            self._server.expect_nodes(self._rendezvous.max_nodes)  # another number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         self._attempts.handle_event(event)
@@ -510,19 +433,16 @@ class Driver:
                 log_now(logging.ERROR, text, observer, event.name, error=error)
 
     def _write(self, stream: str, text: str) -> None:
+        if stream not in self._streams:
+            return
         target = self._streams[stream] or getattr(sys, stream)
         try:
             target.write(text)
             if hasattr(target, "flush"):
                 target.flush()
         except USER_ERRORS as error:  # the reader of a pipe is gone, or the stream is closed
-            self._streams[stream] = _NullStream()
+            del self._streams[stream]
             log_now(logging.WARNING, "%s of the ranks is not shown any more", stream, error=error)
-
-
-class _NullStream:
-    def write(self, text: str) -> None:
-        """Drop the text."""
 
 
 def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Exception:
@@ -532,25 +452,12 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
         return mpwatch.LaunchError(f"what node {number} has returned cannot be read here: {type(error).__name__}: {error}")
 
 
-def _summarize(error: BaseException) -> str:
-    """Return a text of one line that describes an engine's error.
-
-    If the attribute `cause` of the error is an exception, describe the `cause`. For example, Ray reports an exception of a
-    task as a RayTaskError, whose `cause` is the exception of the task.
+def _summarize(error: BaseException, more_lines: int = 0) -> str:
+    """Return the first line of an engine's error, and some of the last ones. Ray reports an exception of a task as another
+    one with the attribute `cause`; other errors of Ray end with the reason.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return summarize_exception(cause)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _find_end_of_traceback(text: str) -> list[str]:
-    """Return the lines after the traceback in the text of an error, or [] if the text contains no traceback.
-
-    For example, the text of Ray's RuntimeEnvSetupError contains a traceback first, and then the reason.
-    """
-    _, has_frames, end = text.rpartition('\n  File "')
-    lines = end.splitlines()[1:] if has_frames else []
-    lines = [line for line in dropwhile(lambda line: line.startswith("    "), lines) if line.strip()]
-    return lines if len(lines) <= ERROR_LINES else [lines[0], *lines[1 - ERROR_LINES :]]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return "\n".join(lines[:1] + lines[max(1, len(lines) - more_lines) :])

@@ -68,17 +68,12 @@ class NodeOutcome:
     @classmethod
     def pack(cls, result: "mpwatch.RunResult[Any] | Exception") -> "NodeOutcome":
         """Pickle a node's result or error. If the result or error cannot be pickled, pickle a LaunchError that says why."""
+        buffers: list[pickle.PickleBuffer] = []
         try:
-            return cls._pack(result)
+            return cls(pack_by_value(result, buffers.append), buffers)
         except Exception as error:  # noqa: BLE001  values of users
             text = f"what this node returns cannot be sent to the driver: {type(error).__name__}: {error}"
-            return cls._pack(mpwatch.LaunchError(text))
-
-    @classmethod
-    def _pack(cls, result: "mpwatch.RunResult[Any] | Exception") -> "NodeOutcome":
-        buffers: list[pickle.PickleBuffer] = []
-        data = pack_by_value(result, buffers.append)
-        return cls(data, buffers)
+            return cls.pack(mpwatch.LaunchError(text))
 
     def unpack(self) -> "mpwatch.RunResult[Any] | Exception":
         """Unpickle the result or the error of a node. The arrays in the unpickled result are writable."""

@@ -1,25 +1,44 @@
-"""`JobServer` is the server of a job on a cluster, in the driver. So it survives the loss of any node."""
+"""`JobServer` is the server of a job on a cluster, in the driver. So it survives the loss of any node.
+
+It runs the coordinator, and receives what the nodes send to the driver by their links (node.py): pickles, of which each was
+signed with the secret of the job (nodes/frames.py) before it is loaded.
+"""
 
 import logging
+import pickle
+import queue
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.nodes.coordinator import Decided
+from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.nodes.messages import LinkHello
 from mpwatch.nodes.node_thread import make_coordinator
-from mpwatch.nodes.server import Server
+from mpwatch.nodes.server import Link, Server
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.os_support.clock import monotonic
+from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
+
+MAX_WAITING = 1000  # messages that wait for the driver; until it has handled some, the nodes wait
 
 
 class JobServer:
-    """Runs the coordinator until `close`, at `port` of the driver's address. `on_decision` is called in its thread."""
+    """Serves until `close`, at `port` of the driver's address. Raises LaunchError if the driver cannot listen there.
 
-    def __init__(self, address: str, spec: WorkerSpec[Any], on_decision: Callable[[Decided], object]) -> None:
+    `messages` has the kind of each message, the number of the node, and the content. The first one of a node is "hello" with
+    its hostname and Link, the last one "closed" with the Link. `on_statuses` is called in the server's thread.
+    """
+
+    def __init__(
+        self, address: str, spec: WorkerSpec[Any], on_statuses: Callable[[int, Sequence[RankStatus]], object]
+    ) -> None:
         assert spec.rendezvous is not None
+        assert spec.rendezvous.key, "pickles are loaded only if they are signed"
+        self.messages: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._on_statuses = on_statuses
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
@@ -27,20 +46,39 @@ class JobServer:
             text = f"the driver cannot listen at {address}, which must be an address of this machine: {error}"
             raise LaunchError(text) from error
         self._coordinator = make_coordinator(spec, has_own_node=False)
-        self._server = Server(
-            listener,
-            self._coordinator,
-            secret=spec.rendezvous.key,
-            node_timeout=spec.rendezvous.node_timeout,
-            log_warning=partial(log_now, logging.WARNING, "%s"),
-            on_decision=on_decision,
-        )
+        log_warning = partial(log_now, logging.WARNING, "%s")
+        self._server = Server(listener, self._coordinator, spec.rendezvous, log_warning, driver=self)
         self.port: int = listener.getsockname()[1]
         self._server.start()
 
     def expect_nodes(self, count: int) -> None:
         """Let the ranks start as soon as so many nodes have joined."""
-        self._server.post(lambda: self._coordinator.expect_nodes(count, monotonic()))
+        self._server.post(lambda now: self._coordinator.expect_nodes(count, now))
 
     def close(self) -> None:
         self._server.close()
+
+    # ---- in the server's thread
+
+    def on_decision(self, decided: Decided) -> None:
+        self.messages.put(("decided", 0, decided))
+
+    def open_link(self, hello: LinkHello, link: Link) -> Callable[[bytes | None], None]:
+        self.messages.put(("hello", hello.number, (hello.hostname, link)))
+        return partial(self._receive, hello.number, link)
+
+    def is_behind(self) -> bool:
+        return self.messages.qsize() >= MAX_WAITING
+
+    def _receive(self, number: int, link: Link, data: bytes | None) -> None:
+        if data is None:
+            self.messages.put(("closed", number, link))
+            return
+        try:
+            kind, content = pickle.loads(data)
+        except Exception as error:  # the node's modules may differ from those here
+            raise InvalidMessageError(f"{type(error).__name__}: {error}") from error
+        if kind == "statuses":
+            self._on_statuses(number, content)
+        else:
+            self.messages.put((kind, number, content))

@@ -1,26 +1,29 @@
-"""The code that runs on each node of a job: `run_node`, and the node's side of the connection to the driver."""
+"""The code that runs on each node of a job: `run_node`, and the node's end of its link to the driver."""
 
 import pickle
 import platform
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 from typing import Any
 
 import mpwatch
 from mpwatch.api import start_run
 from mpwatch.cluster.engine import NodeOutcome
-from mpwatch.cluster.signed_connection import SignedConnection, shut_down
+from mpwatch.nodes.address import RETRY_SECONDS
+from mpwatch.nodes.frames import READ_SIZE, Framing
+from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.wire.pickling.reducers import pack_by_value
 
+CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0
 ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
 
 
@@ -30,9 +33,9 @@ class NodeSpec:
 
     number: int
     driver: tuple[str, int]
-    """The address of the driver's listener."""
+    """The address of the server."""
     key: bytes
-    """The secret of the link."""
+    """The secret of the job."""
     nprocs: Any
     call: bytes
     """The function and the options of `mpwatch.submit`, pickled by cloudpickle."""
@@ -50,34 +53,77 @@ class NodeSpec:
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results."""
-    with closing(_connect(spec)) as connection:
-        link = _DriverLink(connection)
-        link.send("hello", (spec.number, platform.node()))
+    with closing(_DriverLink(spec)) as link:
         try:
             with _submit(spec, link) as handle:
-                follower = threading.Thread(target=_follow_driver, args=(connection, handle), name="mpwatch link")
+                follower = threading.Thread(target=_follow_driver, args=(link, handle), name="mpwatch link")
                 follower.start()
                 try:
                     return NodeOutcome.pack(handle.result())
                 finally:
                     link.send("end", None)
-                    shut_down(connection)
+                    link.shut_down()
                     follower.join()
         except Exception as error:  # noqa: BLE001  the driver raises it
             link.send("end", None)
             return NodeOutcome.pack(error)
 
 
-def _connect(spec: NodeSpec) -> SignedConnection:
-    try:
-        return SignedConnection(Client(spec.driver, authkey=spec.key), spec.key, is_driver=False)
-    except OSError as error:
-        host, port = spec.driver
-        text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
-        raise ConnectionError(text) from error
+class _DriverLink:
+    """A node's connection to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._lock = threading.Lock()
+        for tries_left in reversed(range(CONNECT_TRIES)):
+            try:
+                self._connect(spec)
+                return
+            except (OSError, InvalidMessageError) as error:
+                if not tries_left:
+                    host, port = spec.driver
+                    text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
+                    raise ConnectionError(text) from error
+            time.sleep(RETRY_SECONDS)  # if many nodes connect at once, the server refuses some
+
+    def _connect(self, spec: NodeSpec) -> None:
+        self._framing = Framing(spec.key, is_server=False)
+        self._socket = socket.create_connection(spec.driver, CONNECT_SECONDS)
+        try:
+            self._socket.sendall(self._framing.greeting)
+            while not self._framing.is_greeted:
+                self._receive()
+            self._socket.sendall(self._framing.encode(encode_message(LinkHello(spec.number, platform.node()))))
+            while not self._receive():  # the answer
+                pass
+            self._socket.settimeout(None)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def send(self, kind: str, content: object) -> None:
+        data = pickle.dumps((kind, content))
+        with self._lock, suppress(OSError):
+            self._socket.sendall(self._framing.encode(data))
+
+    def wait_for_stop(self) -> None:
+        """Return when the driver has requested it. Raises OSError or InvalidMessageError if the connection is lost."""
+        while not self._receive():
+            pass
+
+    def _receive(self) -> list[bytes]:
+        if not (data := self._socket.recv(READ_SIZE)):
+            raise ConnectionError("the driver has closed the connection")
+        return list(self._framing.feed(data))
+
+    def shut_down(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
-def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
+def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     if spec.version != mpwatch.__version__:
         raise mpwatch.LaunchError(
             f"node {spec.number} ({platform.node()}) has mpwatch {mpwatch.__version__}, but the driver has {spec.version};"
@@ -88,8 +134,17 @@ def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
-    fn, options = _load_call(spec)
-    observer = partial(_send_event, link)
+    try:
+        fn, options = pickle.loads(spec.call)
+    except Exception as error:
+        raise mpwatch.LaunchError(
+            f"node {spec.number} ({platform.node()}) cannot load the function and its arguments:"
+            f" {type(error).__name__}: {error}; each node needs the modules of the driver's program"
+        ) from error
+
+    def observer(event: mpwatch.Event) -> None:
+        link.send("event", pack_by_value(event))
+
     run_spec: WorkerSpec[Any] = WorkerSpec(
         fn=fn,
         nprocs=spec.nprocs,
@@ -104,61 +159,31 @@ def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     return start_run(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
 
 
-def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
-    try:
-        fn, options = pickle.loads(spec.call)
-    except Exception as error:
-        raise mpwatch.LaunchError(
-            f"node {spec.number} ({platform.node()}) cannot load the function and its arguments:"
-            f" {type(error).__name__}: {error}; each node needs the modules of the driver's program"
-        ) from error
-    return fn, options
-
-
-def _follow_driver(connection: SignedConnection, handle: "mpwatch.RunHandle[Any]") -> None:
+def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:
     """Stop the ranks when the driver requests it, or when the connection to the driver is lost."""
     try:
-        while connection.recv() != "stop":
-            pass
-    except (EOFError, OSError, AuthenticationError):
+        link.wait_for_stop()
+    except (OSError, InvalidMessageError):
         handle._interrupt()
         wait([handle], ORPHAN_SECONDS)
     handle._interrupt()
-
-
-class _DriverLink:
-    """The connection of a node to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
-
-    def __init__(self, connection: SignedConnection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, kind: str, content: object) -> None:
-        with self._lock, suppress(OSError):
-            self._connection.send((kind, content))
 
 
 class _LinkStream:
     """A stream that sends the output of a node's ranks to the driver."""
 
     def __init__(self, link: _DriverLink, stream: str) -> None:
-        self._link = link
-        self._stream = stream
+        self._link, self._stream = link, stream
 
     def write(self, text: str) -> None:
         self._link.send("output", (self._stream, text))
-
-
-def _send_event(link: _DriverLink, event: mpwatch.Event) -> None:
-    link.send("event", pack_by_value(event))
 
 
 class _LinkView:
     """A view that sends the statuses of the node's ranks to the driver. See View in watcher/observers/view_driver.py."""
 
     def __init__(self, link: _DriverLink, period: float) -> None:
-        self._link = link
-        self.period = period
+        self._link, self.period = link, period
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         self._link.send("statuses", list(statuses))

@@ -1,46 +1,32 @@
-"""`QueueWait` measures how long a job waits until the cluster starts the first node of the job. Pure.
+"""How long a job waits until the cluster starts its first node, which can take days in the queue of a cluster."""
 
-A job can wait for days in the queue of a cluster. The driver logs a warning after 10, 20, 40, 80, ... seconds of waiting.
-Each warning says what the job waits for.
-"""
-
+import logging
 import math
 
 import mpwatch
+from mpwatch.os_support.clock import monotonic
+from mpwatch.watcher.observers.deferred_log import log_now
 
-FIRST_REPORT_SECONDS = 10.0
+FIRST_REPORT_SECONDS = 10.0  # then after 20, 40, 80, ... seconds
 
 
 class QueueWait:
-    """Measures how long one job waits in the queue of the cluster.
+    """One wait, until `deadline`. `timeout` is the option `queue_timeout`; None: no limit."""
 
-    Args:
-        timeout: the option `queue_timeout`. None means no limit.
-        now: when the wait begins, in seconds of CLOCK_MONOTONIC.
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout, self._began_at = timeout, monotonic()
+        self.deadline = math.inf if timeout is None else self._began_at + timeout
+        self.report_at = self._began_at + FIRST_REPORT_SECONDS
 
-    Attributes:
-        deadline: when the wait ends, or math.inf without a timeout.
-        report_at: when the next report is due.
-    """
-
-    def __init__(self, timeout: float | None, now: float) -> None:
-        self._timeout = timeout
-        self._began_at = now
-        self.deadline = math.inf if timeout is None else now + timeout
-        self.report_at = now + FIRST_REPORT_SECONDS
-
-    def take_report(self, what: str, now: float) -> str:
-        """Return the text of a warning if a warning is due, and otherwise "".
-
-        The argument `what` says what the job waits for. For example, `what` is "the cluster has 1 free node, but the job
-        needs 2", without a full stop.
-        """
-        if now < self.report_at:
-            return ""
-        waited = now - self._began_at
-        self.report_at = now + waited
-        limit = "without limit" if self._timeout is None else f"for up to {self._timeout:g} s"
-        return f"{what}. The job has waited for {waited:.0f} s, and waits {limit} (queue_timeout)"
+    def report(self, what: str) -> None:
+        """Log a warning, if one is due. `what` is such as "the cluster has 1 free node, but the job needs 2"."""
+        now = monotonic()
+        if now >= self.report_at:
+            waited = now - self._began_at
+            self.report_at = now + waited
+            limit = "without limit" if self._timeout is None else f"for up to {self._timeout:g} s"
+            text = "%s. The job has waited for %.0f s, and waits %s (queue_timeout)"
+            log_now(logging.WARNING, text, what, waited, limit)
 
     def make_error(self, what: str) -> mpwatch.LaunchError:
         return mpwatch.LaunchError(f"{what}. The job has waited for {self._timeout:g} s (queue_timeout)")

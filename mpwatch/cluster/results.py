@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import mpwatch
-from mpwatch.results.failure import add_summary
 from mpwatch.results.report import format_stopped_by_caller, make_restart_notes
 
 V = TypeVar("V")
@@ -53,7 +52,7 @@ def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
     """Turn a success into a failure if the ranks of a lost node are not in it: it can be lost while it sends its outcome."""
     known = {worker.rank for worker in result.workers}
-    missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}
+    missing = {failure.rank: failure for failure in losses if failure.rank not in known}
     if not missing or result.state is not mpwatch.WorkerState.SUCCEEDED:
         return result
     return replace(
@@ -66,14 +65,14 @@ def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessF
     )
 
 
-def make_lost_result(losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
+def make_lost_result(losses: Sequence[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
     """Return the result of a job whose nodes were all lost. The node that was lost first is the root cause."""
-    failures = [add_summary(failure) for failure in losses]
+    failures = {loss.rank: loss for loss in sorted(losses, key=lambda loss: loss.rank)}
     return mpwatch.RunResult(
         state=mpwatch.WorkerState.FAILED,
-        failures={failure.rank: failure for failure in sorted(failures, key=lambda failure: failure.rank)},
-        root_cause=failures[0],
-        worker_states={failure.rank: mpwatch.WorkerState.FAILED for failure in failures},
+        failures=failures,
+        root_cause=losses[0],
+        worker_states=dict.fromkeys(failures, mpwatch.WorkerState.FAILED),
     )
 
 

@@ -11,7 +11,6 @@ import mpwatch
 from mpwatch.cluster.driver import Driver
 from mpwatch.cluster.engine import Engine
 from mpwatch.cluster.job_server import JobServer
-from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
@@ -108,11 +107,10 @@ def run(
         if "rendezvous" in options:
             raise TypeError("a job on a cluster has no option 'rendezvous': the engine makes it")
         refuse_unknown("run", options, JobOptions.__annotations__)
-        key = secrets.token_bytes(16)
         rendezvous: dict[str, Any] = {
             "run_id": secrets.token_hex(4),
             "nnodes": nodes,
-            "secret": key.hex(),
+            "secret": secrets.token_hex(16),
             "is_host": False,
             "join_timeout": join_timeout,
             "node_timeout": node_timeout,
@@ -139,14 +137,11 @@ def run(
             )
         call = _pack_call(spec, options)
         view = stack.enter_context(closing(JobView(progress)))
-        links = stack.enter_context(closing(NodeLinks(engine.address, key, view.put)))
-        server = stack.enter_context(
-            closing(JobServer(engine.address, spec, lambda decided: links.messages.put(("decided", 0, decided))))
-        )
+        server = stack.enter_context(closing(JobServer(engine.address, spec, view.put)))
         node_spec = NodeSpec(
             number=0,
-            driver=links.address,
-            key=key,
+            driver=(engine.address, server.port),
+            key=spec.rendezvous.key,
             nprocs=nprocs,
             call=call,
             rendezvous={**rendezvous, "endpoint": f"{engine.address}:{server.port}"},
@@ -155,8 +150,8 @@ def run(
             view_period=view.node_period,
             wants_progress=bool(spec.progress_observers),
         )
-        driver = Driver(engine, links, view, shown, spec, queue_timeout=queue_timeout)
-        result = driver.run(node_spec, spec, server, may_begin_early=last_call_timeout is None)
+        driver = Driver(engine, server, view, shown, spec, queue_timeout=queue_timeout)
+        result = driver.run(node_spec, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None

@@ -3,10 +3,10 @@
     node: caller's thread, watcher thread       node thread            server thread, on one node or in a driver
     -------------------------------------       -----------            -----------------------------------------
     run_controller.py, watcher/ <-------------> node_machine.py <--TCP--> coordinator.py: who takes part, start, stop,
-    diagnosis, events, environments,            local_ranks.py            what comes next (job_decision.py, job_verdict.py)
+    diagnosis, events, environments,                                      what comes next (job_decision.py, job_verdict.py)
     ranks of this node
 
-Nodes are pushed to, and send: NodeInfo, how an attempt goes, AttemptReport, ShutdownAck. The coordinator sends:
+Nodes are pushed to, and send: NodeInfo, how an attempt goes, AttemptReport, NodeLeaving. The coordinator sends:
 StartAttempt, StopAttempt, AttemptDecision. Two clocks watch: whoever hears nothing for `node_timeout` gives the other end
 up; and the ranks of a node that hears nothing from the coordinator stop earlier, when their lease expires.
 

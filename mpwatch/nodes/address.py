@@ -131,8 +131,8 @@ def listen(endpoint: Endpoint, local: SocketAddress | None, *, must_serve: bool)
         return None
 
 
-def connect(endpoint: Endpoint, addresses: list[SocketAddress], deadline: Deadline) -> socket.socket | str:
-    """Return a connected socket, or why no address can be connected to. Raises CancelledError."""
+def connect(endpoint: Endpoint, addresses: list[SocketAddress], deadline: Deadline) -> socket.socket:
+    """Return a connected socket. Raises ConnectionError, which says what to do, and CancelledError."""
     problem = ""
     for family, address in addresses:
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -152,7 +152,7 @@ def connect(endpoint: Endpoint, addresses: list[SocketAddress], deadline: Deadli
         else:
             return connection
         connection.close()
-    return problem
+    raise ConnectionError(problem)
 
 
 def is_loopback(address: object) -> bool:

@@ -1,11 +1,6 @@
 """The decisions for the whole job: who takes part, when attempts start and stop, and what comes next. Pure.
 
-    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, Close, LogWarning, Decided
-
-    JOINING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
-       ^           ^                       |   |
-       |           '------- RESTART -------'   |
-       '------------- RE_RENDEZVOUS -----------'
+    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, LogWarning, Decided
 
     stage            it ends when ...                                               and then comes
     JOINING          enough nodes have joined                                       RUNNING
@@ -16,7 +11,7 @@
     the decision     (job_decision.py)  RESTART                                     RUNNING
                                         RE_RENDEZVOUS: with other nodes             JOINING
                                         DONE, FAILED                                SHUTTING_DOWN
-    SHUTTING_DOWN    all nodes that are not lost have sent ShutdownAck,             FINISHED
+    SHUTTING_DOWN    all nodes that are not lost know the decision,                 FINISHED
                      or the time is over
 
 A node is lost if its connection ends, if it is silent for `node_timeout`, if it leaves, or if it does not stop its ranks in
@@ -30,42 +25,42 @@ messages grows linearly with the number of nodes.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from random import random
 
-from mpwatch.nodes.job_config import describe_difference
-from mpwatch.nodes.job_decision import AttemptSummary, decide_next_step, describe_node, describe_stop
-from mpwatch.nodes.job_verdict import NodeCollectives, find_job_verdicts, format_job_stall, read_records
+from mpwatch.nodes.job_decision import JobAttempt, describe_stop
+from mpwatch.nodes.job_options import describe_difference
+from mpwatch.nodes.job_verdict import find_job_verdicts, format_job_stall, read_records
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     AttemptDecision,
     AttemptFailing,
+    AttemptOutcome,
     AttemptReport,
     Dismissed,
     HoldSteps,
-    JobConfig,
     Joined,
     MessageToCoordinator,
     MessageToNode,
     NextStep,
     NodeInfo,
     NodeLeaving,
-    NodeOutcome,
     RanksStalled,
     RanksStopped,
     Refused,
-    RestartHistory,
-    ShutdownAck,
     StartAttempt,
     StepsHeld,
     StopAtStep,
     StopAttempt,
     StopRequest,
 )
+from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding, select_new_stalls
+from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
+from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
 STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long a job that has lost nodes waits for more than the least number of nodes
@@ -82,16 +77,10 @@ class JobStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """To the node with this number. After Refused and Dismissed, its connection is closed."""
+
     node: int
     message: MessageToNode
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Send the message to a node, and then close the connection."""
-
-    node: int
-    message: Refused | Dismissed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +96,7 @@ class Decided:
     is_without_nodes: bool
 
 
-CoordinatorAction = Send | Close | LogWarning | Decided
+CoordinatorAction = Send | LogWarning | Decided
 
 
 @dataclass(slots=True, eq=False)
@@ -129,64 +118,31 @@ class _Member:
 class Coordinator:
     """Decides for one job. The server calls one method at a time, and executes what it returns.
 
-    All times are seconds: the server measures `node_timeout`, the silence after which a node is lost, `last_call` is the
-    wait for more nodes once the lowest number of `nnodes` has joined, and `exit_barrier_timeout` the time to acknowledge
-    success. `config` is what all nodes must have; None: what the first one has.
+    `required` is a hostname and the options that all nodes must have; None: those of the first node.
     """
 
     def __init__(
         self,
-        *,
-        run_id: str,
-        nnodes: tuple[int, int],
+        rendezvous: Rendezvous,
         policy: RestartPolicy,
-        node_timeout: float,
-        exit_barrier_timeout: float,
-        last_call: float,
+        *,
         stall_after: float | None = None,
-        config: tuple[str, JobConfig] | None = None,
+        required: tuple[str, Mapping[str, str]] | None = None,
         rng: Callable[[], float] = random,
     ) -> None:
         self.stage = JobStage.JOINING
-        self._run_id, (self._min_nodes, self._max_nodes) = run_id, nnodes
-        self._expected_nodes = self._max_nodes
-        self._policy, self._rng = policy, rng
-        self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
-        self._last_call, self._stall_after, self._config = last_call, stall_after, config
+        self._rendezvous, self._run_id = rendezvous, rendezvous.run_id
+        self._min_nodes = rendezvous.min_nodes
+        self._max_nodes = self._expected_nodes = rendezvous.max_nodes
+        self._policy, self._budget = policy, RestartBudget(policy, rng)
+        self._stall_after, self._required = stall_after, required
         self._members: dict[int, _Member] = {}  # by the number of the connection, in the order of their coming
         self._refusal = ""  # of a node whose options differ
-        self._history = RestartHistory()
         self._stop_cause = ""  # what has requested a stop of the job
         self._acknowledged: set[int] = set()
-        self._begin_at = math.inf  # when the job begins with the nodes that have joined
-        self._begin_attempt(())
-
-    def _begin_attempt(self, members: Iterable[_Member], delay: float = 0.0) -> None:
-        """From here on, a node of the attempt is known by its group rank."""
-        for member in self._members.values():
-            member.node = None
-        self._round = list(members)
-        for rank, member in enumerate(self._round):
-            member.node = rank
-        self._infos = {rank: replace(member.info, group_rank=rank) for rank, member in enumerate(self._round)}
-        self._lost: dict[int, str] = {}  # the reason for each lost node
-        self._attempt, self._delay = self._history.attempts, delay
-        self._first_ranks: dict[int, int] = {}
-        self._failure_order: list[int] = []  # the nodes whose ranks have failed
-        self._stopped: set[int] = set()  # the nodes whose ranks have all exited
-        self._reports: dict[int, AttemptReport] = {}
-        self._collectives: dict[int, NodeCollectives] = {}  # of each node whose ranks have stalled or ended
+        self._begin_at = self._deadline = math.inf  # when the job begins with the nodes that have joined; for nodes to stop
+        self._attempt, self._round = JobAttempt(), list[_Member]()  # the nodes of the attempt, also those that are lost
         self._has_new_collectives = False
-        self._held_steps: dict[int, int | None] = {}  # the highest step that the ranks of a node have passed, if any
-        self._unstarted: set[int] = set()  # nodes that had not started their ranks when a stop was requested
-        self._warned: set[Finding] = set()
-        self._final_verdict: CollectiveVerdict | None = None  # which has ended the attempt
-        self._was_stopped_for_waiting = False
-        self._deadline = math.inf
-
-    @property
-    def is_finished(self) -> bool:
-        return self.stage is JobStage.FINISHED
 
     @property
     def deadline(self) -> float:
@@ -195,30 +151,26 @@ class Coordinator:
         waiting = self._list_waiting() if self.stage is not JobStage.FINISHED else []
         return min([soonest, *(min(member.leaves_at, member.tell_at) for member in waiting)])
 
-    @property
-    def _active(self) -> set[int]:
-        return set(range(len(self._round))) - self._lost.keys()
-
     # ---- nodes come and go
 
     def join(self, number: int, info: NodeInfo, now: float) -> list[CoordinatorAction]:
         """A node with a new connection wants to join."""
         if info.run_id != self._run_id:
             reason = f"job {self._run_id!r} is here, not {info.run_id!r}; give each job a port of its own"
-            return [Close(number, Refused(reason, may_retry=True))]
+            return [Send(number, Refused(reason, may_retry=True))]
         if self.stage in (JobStage.SHUTTING_DOWN, JobStage.FINISHED):
-            return [Close(number, Refused(f"job {self._run_id!r} is over", may_retry=True))]
-        self._config = self._config or (info.hostname, info.job_config)
-        hostname, config = self._config
-        if reason := describe_difference(info.job_config, config, info.hostname, f"{hostname}, which came first"):
+            return [Send(number, Refused(f"job {self._run_id!r} is over", may_retry=True))]
+        self._required = self._required or (info.hostname, info.options)
+        hostname, options = self._required
+        if reason := describe_difference(info.options, options, info.hostname, f"{hostname}, which came first"):
             self._refusal = f" Node {info.hostname} was refused: {reason}"
-            return [Close(number, Refused(f"job {self._run_id!r}: {reason}"))]
+            return [Send(number, Refused(f"job {self._run_id!r}: {reason}"))]
         seconds = info.join_timeout if info.seconds_left is None else min(info.join_timeout, info.seconds_left)
         self._members[number] = _Member(number, info, info.port, now, now + seconds, now + TELL_SECONDS)
         joined = Send(number, self._make_joined())
         if self.stage is not JobStage.JOINING:
             return [joined, *self._make_room(now)]
-        if self._history.attempts:
+        if self._attempt.infos:
             self._begin_at = min(self._begin_at, now + REJOIN_LAST_CALL_SECONDS)
         return [joined, *self._begin_if_complete(now)]
 
@@ -233,21 +185,23 @@ class Coordinator:
         if member is None:
             return []
         if member.node is not None and self.stage is not JobStage.JOINING:
-            has_left = member.node in self._acknowledged and member.node in self._reports
-            return [] if has_left else self._lose(member.node, reason, now)
+            has_left = member.node in self._acknowledged and member.node in self._attempt.reports
+            return [] if has_left else self._lose(number, member.node, reason, now)
         if self.stage is JobStage.JOINING and member.info.is_host:
-            return self._finish("the node whose program runs the coordinator has left")
+            self.stage = JobStage.FINISHED
+            over = Refused("the node whose program runs the coordinator has left")
+            return [Send(other, over) for other in self._members]
         if len(self._members) < self._min_nodes:
             self._begin_at = math.inf
-        return [Close(number, Dismissed(reason))]
+        return [Send(number, Dismissed(reason))]
 
-    def shift(self, seconds: float) -> None:
-        """Let all deadlines come later: the server did not run for so long."""
-        self._deadline += seconds
-        self._begin_at += seconds
-        for member in self._members.values():
-            member.leaves_at += seconds
-            member.tell_at += seconds
+    def _lose(self, number: int, node: int, reason: str, now: float) -> list[CoordinatorAction]:
+        self._attempt.lost[node] = reason
+        actions: list[CoordinatorAction] = [Send(number, Dismissed(reason))]
+        if self.stage is JobStage.SHUTTING_DOWN:
+            return actions + self._finish_if_acknowledged()
+        text = f"{self._attempt.describe_node(node)} was lost: {reason}"
+        return actions + self._stop_attempt(text, now) + self._decide_if_complete(now)
 
     def _list_waiting(self) -> list[_Member]:
         is_joining = self.stage is JobStage.JOINING
@@ -257,12 +211,12 @@ class Coordinator:
         if self._stop_cause:
             return 0
         newcomers = sum(member.node is None for member in self._members.values())
-        return max(0, min(newcomers, self._max_nodes - len(self._active)))
+        return max(0, min(newcomers, self._max_nodes - len(self._attempt.active)))
 
     def _make_room(self, now: float) -> list[CoordinatorAction]:
         if not self._count_newcomers() or self.stage is not JobStage.RUNNING:
             return []
-        self._was_stopped_for_waiting = True
+        self._attempt.was_stopped_for_newcomers = True
         return self._stop_attempt("more nodes want to join", now)
 
     def _make_joined(self) -> Joined:
@@ -274,58 +228,61 @@ class Coordinator:
             self._begin_at = math.inf
             return []
         if self._begin_at == math.inf:
-            self._begin_at = now + self._last_call
+            self._begin_at = now + self._rendezvous.last_call_timeout
         if count < self._expected_nodes and now < self._begin_at:
             return []
         members = sorted(self._members.values(), key=lambda member: (member.node is None, member.number))
         chosen = sorted(members[: self._max_nodes], key=_sort_key)
-        self._begin_attempt(chosen)
-        return self._start_attempt()
+        return self._start_attempt(chosen)
 
-    def _start_attempt(self) -> list[CoordinatorAction]:
-        self.stage, self._begin_at = JobStage.RUNNING, math.inf
-        infos = self._infos.values()
-        role_sizes = {
-            role: sum(info.nprocs for info in infos if info.role == role) for role in {info.role for info in infos}
-        }
-        rank, role_ranks = 0, dict.fromkeys(role_sizes, 0)
+    def _start_attempt(self, members: list[_Member], delay: float = 0.0) -> list[CoordinatorAction]:
+        number = self._attempt.number + 1 if self._attempt.infos else 0
+        for member in self._members.values():
+            member.node = None
+        for node, member in enumerate(members):
+            member.node = node
+        infos = [member.info for member in members]
+        self._round, self._attempt = members, JobAttempt(number=number, infos=infos)
+        self.stage, self._begin_at, self._has_new_collectives = JobStage.RUNNING, math.inf, False
+        role_sizes, role_ranks = Counter[str](), Counter[str]()
+        for info in infos:
+            role_sizes[info.role] += info.nprocs
         actions: list[CoordinatorAction] = []
-        for number, info in self._infos.items():
-            self._first_ranks[number] = rank
+        for node, (member, first_rank) in enumerate(zip(members, self._attempt.first_ranks, strict=False)):
+            role = member.info.role
             start = StartAttempt(
-                attempt=self._attempt,
-                group_rank=number,
-                first_rank=rank,
-                first_role_rank=role_ranks[info.role],
-                role_world_size=role_sizes[info.role],
-                world_size=sum(role_sizes.values()),
-                group_world_size=len(self._round),
-                master_addr=self._infos[0].address,
-                master_port=self._round[0].port,
-                delay=self._delay,
+                attempt=number,
+                group_rank=node,
+                first_rank=first_rank,
+                first_role_rank=role_ranks[role],
+                role_world_size=role_sizes[role],
+                world_size=role_sizes.total(),
+                group_world_size=len(members),
+                master_addr=infos[0].address,
+                master_port=members[0].port,
+                delay=delay,
             )
-            actions.append(Send(self._round[number].number, start))
-            rank += info.nprocs
-            role_ranks[info.role] += info.nprocs
-        return actions + (self._broadcast(HoldSteps(self._attempt, self._stop_cause)) if self._stop_cause else [])
+            actions.append(Send(member.number, start))
+            role_ranks[role] += member.info.nprocs
+        return actions + (self._broadcast(HoldSteps(number, self._stop_cause)) if self._stop_cause else [])
 
     def _broadcast(self, message: MessageToNode) -> list[CoordinatorAction]:
-        return [Send(self._round[node].number, message) for node in sorted(self._active)]
+        return [Send(self._round[node].number, message) for node in sorted(self._attempt.active)]
 
     # ---- an attempt
 
     def handle(self, number: int, message: MessageToCoordinator, now: float) -> list[CoordinatorAction]:
         """Handle what a node has sent after its NodeInfo. Raises InvalidMessageError."""
+        member, attempt = self._members.get(number), self._attempt
+        node = None if member is None else member.node
         if isinstance(message, NodeLeaving):
-            return self.lose(number, message.reason, now)
-        member = self._members.get(number)
-        if member is None or member.node is None or self.stage is JobStage.FINISHED:
-            return self.lose(number, "it has left", now) if isinstance(message, ShutdownAck) else []
-        node = member.node
-        if isinstance(message, ShutdownAck):
+            may_leave = node in attempt.reports or (node is not None and self.stage is JobStage.SHUTTING_DOWN)
+            if node is None or message.reason or not may_leave:
+                return self.lose(number, message.reason or "it has left", now)
             self._acknowledged.add(node)
-            has_left_early = self.stage is not JobStage.SHUTTING_DOWN and node not in self._reports
-            return self.lose(number, "it has left", now) if has_left_early else self._finish_if_acknowledged()
+            return self._finish_if_acknowledged()
+        if member is None or node is None or self.stage is JobStage.FINISHED:
+            return []
         if isinstance(message, StopRequest):
             return self._request_stop(message.cause)
         if isinstance(message, AttemptReport):
@@ -333,36 +290,36 @@ class Coordinator:
             member.port = message.port or member.port
         if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
             return []
-        if message.attempt != self._attempt or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
+        if message.attempt != attempt.number or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
             return []
         if isinstance(message, AttemptFailing):
-            self._failure_order.append(node)
-            return self._stop_attempt(f"the attempt failed on {self._describe(node)}", now)
+            return self._fail(node, now)
         if isinstance(message, RanksStopped):
-            self._stopped.add(node)
-            return []
-        if isinstance(message, RanksStalled):
-            self._set_collectives(node, message)
+            attempt.stopped.add(node)
             return []
         if isinstance(message, StepsHeld):
             return self._handle_held_steps(node, message, now)
-        return self._handle_report(node, replace(message, group_rank=node), now)
+        if isinstance(message, AttemptReport):
+            return self._handle_report(member, node, message, now)
+        self._set_collectives(node, message)
+        return []
 
     def _request_stop(self, cause: str) -> list[CoordinatorAction]:
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         is_running = self.stage is JobStage.RUNNING
-        return self._broadcast(HoldSteps(self._attempt, cause)) if is_first and is_running else []
+        return self._broadcast(HoldSteps(self._attempt.number, cause)) if is_first and is_running else []
 
     def _handle_held_steps(self, node: int, message: StepsHeld, now: float) -> list[CoordinatorAction]:
         """When the ranks of all nodes hold, let all stop at one step. End the job if none is started yet in a restart."""
+        attempt = self._attempt
         if message.has_started:
-            self._held_steps[node] = message.step
-            if self.stage is not JobStage.RUNNING or not self._active <= self._held_steps.keys():
+            attempt.held_steps[node] = message.step
+            if self.stage is not JobStage.RUNNING or not attempt.active <= attempt.held_steps.keys():
                 return []
-            highest = max((step for step in self._held_steps.values() if step is not None), default=None)
-            return self._broadcast(StopAtStep(self._attempt, self._stop_cause, highest))
-        self._unstarted.add(node)
-        is_before_restart = self._attempt > 0 and self._active <= self._unstarted
+            highest = max((step for step in attempt.held_steps.values() if step is not None), default=None)
+            return self._broadcast(StopAtStep(attempt.number, self._stop_cause, highest))
+        attempt.unstarted.add(node)
+        is_before_restart = attempt.number > 0 and attempt.active <= attempt.unstarted
         return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
 
     def judge_stalls(self, now: float) -> list[CoordinatorAction]:
@@ -374,60 +331,54 @@ class Coordinator:
         self._has_new_collectives = False
         if self._stall_after is None:
             return []
-        nodes = list(self._collectives.values())
+        nodes = list(self._attempt.collectives.values())
         stalls = [verdict for verdict in find_job_verdicts(nodes) if verdict.seconds >= self._stall_after]
         if final := next((stall for stall in stalls if stall.cannot_end_well), None):
-            self._final_verdict = final
+            self._attempt.verdict = final
             return self._stop_attempt(final.sentence, now)
-        return [LogWarning(format_job_stall(nodes, stall)) for stall in select_new_stalls(stalls, self._warned)]
+        return [LogWarning(format_job_stall(nodes, stall)) for stall in select_new_stalls(stalls, self._attempt.warned)]
 
     def _set_collectives(self, node: int, message: RanksStalled | AttemptReport) -> None:
-        self._collectives[node] = read_records(message.collectives)
+        self._attempt.collectives[node] = read_records(message.collectives)
         self._has_new_collectives = True
 
-    def _handle_report(self, node: int, report: AttemptReport, now: float) -> list[CoordinatorAction]:
-        if report.outcome is NodeOutcome.STOPPED and self.stage is JobStage.RUNNING:
-            # No StopAttempt was sent, so the lease of the node's ranks has expired (LocalRanks.renew_lease).
-            reason = "it could not reach the coordinator for a while, and has stopped its ranks"
-            return self.lose(self._round[node].number, reason, now)
-        self._reports[node] = report
+    def _handle_report(self, member: _Member, node: int, report: AttemptReport, now: float) -> list[CoordinatorAction]:
+        if report.outcome is AttemptOutcome.STOPPED and self.stage is JobStage.RUNNING:
+            # No StopAttempt was sent, so the lease of the node's ranks has expired (NodeThread._renew_lease).
+            return self.lose(member.number, "it could not reach the coordinator for a while, and has stopped its ranks", now)
+        self._attempt.reports[node] = report
         self._set_collectives(node, report)
-        actions: list[CoordinatorAction] = []
-        if report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED):
-            if node not in self._failure_order:
-                self._failure_order.append(node)
-            actions = self._stop_attempt(f"the attempt failed on {self._describe(node)}", now)
-        return actions + self._decide_if_complete(now)
+        has_failed = report.outcome not in (AttemptOutcome.SUCCEEDED, AttemptOutcome.STOPPED)
+        return (self._fail(node, now) if has_failed else []) + self._decide_if_complete(now)
 
-    def _lose(self, node: int, reason: str, now: float) -> list[CoordinatorAction]:
-        self._lost[node] = reason
-        actions: list[CoordinatorAction] = [Close(self._round[node].number, Dismissed(reason))]
-        if self.stage is JobStage.SHUTTING_DOWN:
-            return actions + self._finish_if_acknowledged()
-        text = f"{self._describe(node)} was lost: {reason}"
-        return actions + self._stop_attempt(text, now) + self._decide_if_complete(now)
+    def _fail(self, node: int, now: float) -> list[CoordinatorAction]:
+        if node not in self._attempt.failure_order:
+            self._attempt.failure_order.append(node)
+        return self._stop_attempt(f"the attempt failed on {self._attempt.describe_node(node)}", now)
 
     def _stop_attempt(self, reason: str, now: float) -> list[CoordinatorAction]:
         if self.stage is not JobStage.RUNNING:
             return []
         self.stage = JobStage.STOPPING
-        self._deadline = now + max(info.grace_period for info in self._infos.values()) + STOP_SECONDS
-        return self._broadcast(StopAttempt(self._attempt, reason))
+        self._deadline = now + max(info.grace_period for info in self._attempt.infos) + STOP_SECONDS
+        return self._broadcast(StopAttempt(self._attempt.number, reason))
 
     def handle_deadline(self, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []
         if now >= self._deadline:
             self._deadline = math.inf
             if self.stage is JobStage.SHUTTING_DOWN:
-                return self._finish()
-            for node in sorted(self._active - self._stopped - self._reports.keys()):
+                self.stage = JobStage.FINISHED
+                return []
+            attempt = self._attempt
+            for node in sorted(attempt.active - attempt.stopped - attempt.reports.keys()):
                 actions += self.lose(self._round[node].number, "it does not stop its ranks", now)
         if self.stage is JobStage.JOINING and now >= self._begin_at:
             actions += self._begin_if_complete(now)
         for member in self._list_waiting():
             if now >= member.leaves_at:
                 del self._members[member.number]
-                actions.append(Close(member.number, Refused(self._describe_wait(now - member.joined_at))))
+                actions.append(Send(member.number, Refused(self._describe_wait(now - member.joined_at))))
             elif now >= member.tell_at:
                 member.tell_at = math.inf
                 actions.append(Send(member.number, self._make_joined()))
@@ -450,17 +401,22 @@ class Coordinator:
 
     def _decide_if_complete(self, now: float) -> list[CoordinatorAction]:
         is_started = self.stage in (JobStage.RUNNING, JobStage.STOPPING)
-        return self._decide(now) if is_started and self._active <= self._reports.keys() else []
+        return self._decide(now) if is_started and self._attempt.active <= self._attempt.reports.keys() else []
 
     def _decide(self, now: float) -> list[CoordinatorAction]:
-        decision = decide_next_step(self._summarize_attempt(), self._policy, self._rng)
-        self._history, self._deadline = decision.history, math.inf
-        actions = self._broadcast(decision)
-        if not self._active or decision.next_step in (NextStep.DONE, NextStep.FAILED):
-            actions.append(Decided(decision, not self._active))
+        decision = self._attempt.decide(
+            self._policy,
+            self._budget,
+            min_nodes=self._min_nodes,
+            newcomers=self._count_newcomers(),
+            stop_cause=self._stop_cause,
+        )
+        self._deadline = math.inf
+        actions, is_without_nodes = self._broadcast(decision), not self._attempt.active
+        if is_without_nodes or decision.ends_job:
+            actions.append(Decided(decision, is_without_nodes))
         if decision.next_step is NextStep.RESTART:
-            self._begin_attempt(self._round, decision.delay)
-            return actions + self._start_attempt()
+            return actions + self._start_attempt(self._round, decision.delay)
         if decision.next_step is NextStep.RE_RENDEZVOUS:
             self.stage, self._begin_at = JobStage.JOINING, now
             for member in self._members.values():
@@ -469,39 +425,16 @@ class Coordinator:
                 member.tell_at = now + TELL_SECONDS
             return actions + self._begin_if_complete(now)
         self.stage = JobStage.SHUTTING_DOWN
-        has_succeeded = decision.next_step is NextStep.DONE
-        self._deadline = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
-        for member in self._list_waiting():
-            actions.append(Close(member.number, Refused(f"job {self._run_id!r} is over")))
+        options, has_succeeded = self._rendezvous, decision.next_step is NextStep.DONE
+        self._deadline = now + (options.exit_barrier_timeout if has_succeeded else options.node_timeout)
+        over = Refused(f"job {self._run_id!r} is over")
+        actions += [Send(member.number, over) for member in self._list_waiting()]
         return actions + self._finish_if_acknowledged()
 
-    def _summarize_attempt(self) -> AttemptSummary:
-        return AttemptSummary(
-            attempt=self._attempt,
-            history=self._history,
-            node_infos=self._infos,
-            first_ranks=self._first_ranks,
-            size=len(self._round),
-            min_nodes=self._min_nodes,
-            waiting_nodes=self._count_newcomers(),
-            stopped_for_waiting_nodes=self._was_stopped_for_waiting,
-            failure_order=self._failure_order,
-            reports=self._reports,
-            lost_nodes=self._lost,
-            verdict=self._final_verdict,
-            stop_cause=self._stop_cause,
-        )
-
     def _finish_if_acknowledged(self) -> list[CoordinatorAction]:
-        is_complete = self.stage is JobStage.SHUTTING_DOWN and self._active <= self._acknowledged
-        return self._finish() if is_complete else []
-
-    def _finish(self, reason: str = "") -> list[CoordinatorAction]:
-        waiting, self.stage = self._list_waiting() if reason else [], JobStage.FINISHED
-        return [Close(member.number, Refused(reason)) for member in waiting]
-
-    def _describe(self, node: int) -> str:
-        return describe_node(self._infos, node)
+        if self.stage is JobStage.SHUTTING_DOWN and self._attempt.active <= self._acknowledged:
+            self.stage = JobStage.FINISHED
+        return []
 
 
 def _sort_key(member: _Member) -> tuple[float, bool]:

@@ -1,26 +1,25 @@
 """Messages over TCP: framed, limited in size, and signed if the job has a secret.
 
     each end at first     mpwatch/1 NONCE KEY-ID          one line of text
-    then                  length, HMAC-SHA256, JSON       the HMAC only with a secret
+    then                  length, HMAC-SHA256, message    the HMAC only with a secret
 
 The key of each direction is made of the secret and of both nonces, and each HMAC includes the number of the frame. So no
 frame is accepted that was recorded in another connection, or earlier or at the other end of this one. Sizes and HMACs are
-checked before the JSON is read. A stranger can make this end keep FIRST_BYTES at most.
+checked before a message is read. A stranger can make this end keep FIRST_BYTES at most.
 """
 
 import hmac
-import json
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
+from contextlib import suppress
 
-from mpwatch.nodes.json_codec import InvalidMessageError, dump_json
-from mpwatch.nodes.messages import Message, decode_message, encode_message
+from mpwatch.nodes.json_codec import InvalidMessageError
 
 FIRST_BYTES = 1 << 14  # of the first frame of a node, which says who it is
 MAX_BYTES = 1 << 21  # of any other frame; a decision has at most 64 failures, of 0.5 MiB together
+MAX_LINK_BYTES = (1 << 32) - 1  # of what a node sends to the driver that has started it
 MAX_UNSENT_BYTES = 1 << 24  # for a node that does not read
 READ_SIZE = 1 << 16
 READS = 64  # of one connection before the others get their turn
@@ -42,7 +41,7 @@ class ForeignProgramError(InvalidMessageError):
 
 
 class Framing:
-    """One end of one connection: bytes in, JSON objects out, and the reverse. Pure. `secret` may be empty."""
+    """One end of one connection: what is received in, messages out, and the reverse. Pure. `secret` may be empty."""
 
     def __init__(self, secret: bytes, *, is_server: bool) -> None:
         self._secret, self._is_server = secret, is_server
@@ -58,25 +57,19 @@ class Framing:
     def greeting(self) -> bytes:
         return PREFIX + self._nonce + b" " + self._key_id + b"\n"
 
-    def encode(self, body: Mapping[str, Any]) -> bytes:
-        """Return a frame. Raises ValueError if it is too large. The other end must have sent its greeting."""
+    def encode(self, data: bytes) -> bytes:
+        """Return a frame. The other end must have sent its greeting."""
         assert self.is_greeted
-        data = dump_json(body).encode()
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes is too large for the other nodes")
         tag = _sign(self._send_key, self._sent, data) if self._secret else b""
         self._sent += 1
         return LENGTH.pack(len(data)) + tag + data
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return what is complete now. Raises InvalidMessageError; then the connection must be closed."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield what is complete now. Raises InvalidMessageError; then the connection must be closed."""
         self._data += data
-        if not self.is_greeted and not self._read_greeting():
-            return []
-        bodies = []
-        while (body := self._read_frame()) is not None:
-            bodies.append(_load_json(body))
-        return bodies
+        if self.is_greeted or self._read_greeting():
+            while (body := self._read_frame()) is not None:
+                yield body
 
     def _read_greeting(self) -> bool:
         start = bytes(self._data[: len(PREFIX)])
@@ -130,20 +123,6 @@ def _sign(key: bytes, number: int, data: bytes) -> bytes:
     return _compute_hmac(key, COUNTER.pack(number), data)
 
 
-def _load_json(data: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(data.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise InvalidMessageError(f"not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidMessageError("not a mapping")
-    return body
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 class Connection:
     """A connected socket, at either end. No method waits. `end` is why nothing more can be read or written, or empty."""
 
@@ -161,8 +140,8 @@ class Connection:
     def has_unsent(self) -> bool:
         return bool(self._unsent) and not self.end
 
-    def send(self, message: Message) -> None:
-        self._unsent += self.framing.encode(encode_message(message))
+    def send(self, data: bytes) -> None:
+        self._unsent += self.framing.encode(data)
         if len(self._unsent) > MAX_UNSENT_BYTES:
             self.end = self.end or "it does not read what it is sent"
         self.flush()
@@ -176,7 +155,8 @@ class Connection:
         except OSError as error:
             self.end = self.end or str(error.strerror)
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> Iterator[bytes]:
+        """Read what has come. What is wrong with it is raised when the iterator comes to it."""
         data = bytearray()
         try:
             for _ in range(READS):
@@ -189,27 +169,13 @@ class Connection:
             pass
         except OSError as error:
             self.end = self.end or str(error.strerror)
-        return [decode_message(body) for body in self.framing.feed(bytes(data))]
-
-    def drain(self) -> bool:
-        """Read what comes and drop it. Return whether the other end has closed the connection."""
-        try:
-            while piece := self.socket.recv(READ_SIZE):
-                del piece
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+        return self.framing.feed(bytes(data))
 
     def shut_down(self) -> None:
         """Send no more. The other end reads what was sent before, and then that this is the end."""
         self.flush()
-        self.end = self.end or "closed"
-        try:
+        with suppress(OSError):  # it is not connected any more
             self.socket.shutdown(socket.SHUT_WR)
-        except OSError:  # it is not connected any more
-            return
 
     def close(self) -> None:
         self.end = self.end or "closed"

@@ -1,4 +1,4 @@
-"""Decide what the nodes do after an attempt: end, restart, or join the next round. The coordinator calls this.
+"""Decide what the nodes do after an attempt: end, restart, or join the next round. The coordinator calls this. Pure.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
@@ -9,300 +9,245 @@
     more nodes want to join                                RE_RENDEZVOUS; costs no restart
     a stop was requested                                   FAILED instead of RESTART and RE_RENDEZVOUS
 
-The functions are pure, except that random numbers come from `rng`, which a test can replace.
-
-The coordinator compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an
-attempt, the comparison also names the root cause. If the comparison does not explain all failures, the coordinator ignores
-failures that may be consequences of events on other nodes. The root cause is the first remaining failure, in the order in
-which the failures reached the coordinator. If no failure remains, the coordinator blames missing ranks. A missing rank has
-probably kept ranks of other nodes waiting. A rank that failed by itself is a more likely root cause than a lost node.
+If a comparison of all ranks' collectives (job_verdict.py) explains all failures of an attempt, it also names the root cause.
+Otherwise failures that may be consequences of events on other nodes are left out, and the root cause is the first remaining
+one, as the coordinator has heard of them. If none remains, missing ranks are blamed, for which ranks of other nodes have
+probably waited. A rank that failed by itself is a more likely root cause than a lost node.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from random import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 
 from mpwatch.nodes.failure_codec import limit_total_size
-from mpwatch.nodes.job_verdict import blame_ranks, find_reported_verdict, is_explained
-from mpwatch.nodes.messages import (
-    AttemptDecision,
-    AttemptReport,
-    LostNode,
-    NextStep,
-    NodeInfo,
-    NodeOutcome,
-    RestartHistory,
-)
+from mpwatch.nodes.job_verdict import NodeCollectives, blame_ranks, find_reported_verdict, is_explained
+from mpwatch.nodes.messages import AttemptDecision, AttemptOutcome, AttemptReport, LostNode, NextStep, NodeInfo
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.failure import FailureKind, format_ranks
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
-from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding
+from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget
 
 MAX_FAILURES = 64  # failures that are sent in full. Further failures are only counted
 MAX_FAILURES_BYTES = 512 * 1024  # of all failures together
 MAX_LOST_NODES = 1000  # lost nodes that are listed in a decision
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptSummary:
-    attempt: int
-    history: RestartHistory
-    """The history before this attempt."""
-    node_infos: Mapping[int, NodeInfo]
-    """The NodeInfo of each node by its group rank. A node that was lost early has no NodeInfo."""
-    first_ranks: Mapping[int, int]
-    """The first global rank of each node. The dict is empty if the attempt has not started."""
-    size: int
-    """How many nodes the round has."""
-    min_nodes: int
-    """How many nodes the job needs."""
-    waiting_nodes: int
-    """How many nodes wait to join."""
-    stopped_for_waiting_nodes: bool = False
-    """Whether the attempt was stopped because nodes wait to join. Then a victim may have failed because of this stop."""
-    failure_order: Sequence[int]
-    """The nodes whose ranks failed, in the order of their messages."""
-    reports: Mapping[int, AttemptReport]
-    """The report of each node."""
-    lost_nodes: Mapping[int, str]
-    """The reason for each lost node, in the order in which the nodes were lost."""
+@dataclass(kw_only=True)
+class JobAttempt:
+    """What the coordinator knows of one attempt. A node is known by its place in `infos`, its group rank."""
+
+    number: int = 0
+    infos: Sequence[NodeInfo] = ()
+    failure_order: list[int] = field(default_factory=list)
+    """The nodes whose ranks have failed, in the order of their messages."""
+    stopped: set[int] = field(default_factory=set)
+    """The nodes whose ranks have all exited."""
+    reports: dict[int, AttemptReport] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    """The reason for each lost node, the first one first."""
+    collectives: dict[int, NodeCollectives] = field(default_factory=dict)
+    """Of each node whose ranks have stalled or ended."""
     verdict: CollectiveVerdict | None = None
-    """The mismatch between the ranks' collectives that has ended the attempt, or None."""
-    stop_cause: str = ""
-    """A text that says what has requested a stop of the job. It is empty if no stop was requested."""
+    """The mismatch between the ranks' collectives that has ended the attempt."""
+    warned: set[Finding] = field(default_factory=set)
+    held_steps: dict[int, int | None] = field(default_factory=dict)
+    """The highest step that the ranks of a node have passed, if any, of each node whose ranks hold."""
+    unstarted: set[int] = field(default_factory=set)
+    """The nodes that had not started their ranks when a stop was requested."""
+    was_stopped_for_newcomers: bool = False
+    """Then a victim may have failed because of this stop."""
 
+    @property
+    def active(self) -> set[int]:
+        return set(range(len(self.infos))) - self.lost.keys()
 
-def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
-    decision = _decide(_find_cause_on_other_node(summary, policy), policy, rng)
-    if summary.stop_cause and decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
-        decision = replace(
+    @property
+    def first_ranks(self) -> list[int]:
+        """The first global rank of each node."""
+        return list(accumulate((info.nprocs for info in self.infos), initial=0))
+
+    @property
+    def _may_have_victims(self) -> bool:
+        return bool(self.lost) or self.was_stopped_for_newcomers
+
+    def describe_node(self, node: int) -> str:
+        return f"node {node} ({self.infos[node].hostname})"
+
+    def decide(
+        self, policy: RestartPolicy, budget: RestartBudget, *, min_nodes: int, newcomers: int, stop_cause: str
+    ) -> AttemptDecision:
+        """`budget` counts the restarts of the job, `newcomers` is how many nodes want to join, and `stop_cause` is what has
+        requested a stop of the job, or empty.
+        """
+        blamed = self._blame_other_nodes(policy)
+        decision = blamed._decide(budget, min_nodes, newcomers)
+        if stop_cause and not decision.ends_job:
+            stopped = describe_stop(stop_cause)
+            decision = replace(
+                decision,
+                next_step=NextStep.FAILED,
+                delay=0.0,
+                reason=decision.reason if decision.root_cause_rank >= 0 else stopped,
+                no_restart_reason=stopped,
+                is_restart_counted=False,
+            )
+        restarts_left = max(0, policy.max_restarts - budget.restarts_used)
+        return blamed._add_failures(replace(decision, restarts_left=restarts_left))
+
+    def _decide(self, budget: RestartBudget, min_nodes: int, newcomers: int) -> AttemptDecision:
+        make = partial(AttemptDecision, self.number)
+        if len(self.reports) == len(self.infos) and self._outcomes == {AttemptOutcome.SUCCEEDED}:
+            return make(NextStep.DONE)
+        root = self._find_root_report()
+        for node, report in self.reports.items():
+            reason = f"{self.describe_node(node)}: {report.reason}"
+            if report.outcome is AttemptOutcome.TIMED_OUT:
+                return make(NextStep.FAILED, reason=self._describe_timeout(reason, report), timed_out=True)
+            if report.outcome is AttemptOutcome.ABORTED:
+                failed = root or report  # a rank that failed before user code raised is the root cause
+                rank, why = _root_cause_rank(failed), reason if failed.failures else ""
+                return make(NextStep.FAILED, root_cause_rank=rank, reason=reason, no_restart_reason=why)
+        if root is not None and not (self._may_have_victims and _victim_level(root)):
+            rank = -1 if _victim_level(root) and self.verdict is not None else _root_cause_rank(root)
+            failed_attempt = FailedAttempt(
+                cause=None,
+                no_restart_reason=lambda: root.no_restart_reason,
+                healthy_seconds=root.healthy_seconds,
+                step=max((report.step for report in self.reports.values() if report.step >= 0), default=None),
+            )
+            make = partial(make, root_cause_rank=rank, reason=root.reason)
+            return _restart_or_fail(make, budget, failed_attempt, has_same_nodes=not (self.lost or newcomers))
+        if self.lost:
+            return self._decide_after_node_loss(budget, min_nodes, newcomers)
+        waiting = f"more nodes want to join: {newcomers}" if newcomers else "a node that wanted to join has left again"
+        return make(NextStep.RE_RENDEZVOUS, reason=waiting)
+
+    def _decide_after_node_loss(self, budget: RestartBudget, min_nodes: int, newcomers: int) -> AttemptDecision:
+        """Only if the lost node may have caused all failures of ranks."""
+        node, loss = next(iter(self.lost.items()))
+        reason = f"{self.describe_node(node)} was lost: {loss}"
+        make = partial(AttemptDecision, self.number, root_cause_rank=self.first_ranks[node], reason=reason)
+        host = next((lost for lost in self.lost if self.infos[lost].is_host), None)
+        if host is not None:
+            why = f"the coordinator ran on {self.describe_node(host)}, and the others cannot go on without it"
+            return make(NextStep.FAILED, reason=f"{reason}; {why}", no_restart_reason=why)
+        remaining = len(self.active) + newcomers
+        if remaining >= min_nodes:
+            return make(NextStep.RE_RENDEZVOUS)
+        failed_attempt = FailedAttempt(cause=None, no_restart_reason=lambda: "")
+        decision = _restart_or_fail(make, budget, failed_attempt, has_same_nodes=False)
+        too_few = f"{remaining} of at least {min_nodes} nodes remain"
+        has_reason = decision.next_step is not NextStep.FAILED or decision.no_restart_reason
+        return decision if has_reason else replace(decision, no_restart_reason=too_few)
+
+    def _describe_timeout(self, reason: str, report: AttemptReport) -> str:
+        if others := [rank for other in self.reports.values() if other is not report for rank in other.unfinished]:
+            reason = f"{reason}; on other nodes {format_ranks(others)} had not returned"
+        verdict = find_reported_verdict(self.reports.values())
+        return reason if verdict is None or verdict.sentence in reason else f"{reason}; {verdict.sentence}"
+
+    def _add_failures(self, decision: AttemptDecision) -> AttemptDecision:
+        reports = sorted(self.reports, key=lambda node: (self._get_blame_order(node), node))
+        failures = [failure for node in reports for failure in self.reports[node].failures]
+        is_done = decision.next_step is NextStep.DONE
+        sent = () if is_done else limit_total_size(failures[:MAX_FAILURES], MAX_FAILURES_BYTES)
+        omitted_by_nodes = sum(report.failures_omitted for report in self.reports.values())
+        firsts = self.first_ranks
+        lost = [
+            LostNode(node, self.infos[node].hostname, firsts[node], self.infos[node].nprocs, loss)
+            for node, loss in self.lost.items()
+        ]
+        return replace(
             decision,
-            next_step=NextStep.FAILED,
-            delay=0.0,
-            reason=decision.reason if decision.root_cause_rank >= 0 else describe_stop(summary.stop_cause),
-            no_restart_reason=describe_stop(summary.stop_cause),
-            is_restart_counted=False,
+            failures=sent,
+            failures_omitted=omitted_by_nodes + len(failures) - len(sent),
+            lost_nodes=tuple(lost[:MAX_LOST_NODES]),
         )
-    return replace(decision, restarts_left=max(0, policy.max_restarts - decision.history.restarts_used))
+
+    # ---- which rank failed first
+
+    @property
+    def _outcomes(self) -> set[AttemptOutcome]:
+        return {report.outcome for report in self.reports.values()}
+
+    def _get_blame_order(self, node: int) -> tuple[int, float]:
+        order = self.failure_order
+        return _victim_level(self.reports[node]), order.index(node) if node in order else math.inf
+
+    def _find_root_report(self) -> AttemptReport | None:
+        """Return the report of the failed node with the lowest `_victim_level`, the first of them that has come."""
+        reports = self.reports
+        known = [node for node in self.failure_order if node in reports]
+        failed = [node for node in known if reports[node].outcome is AttemptOutcome.FAILED]
+        return reports[min(failed, key=self._get_blame_order)] if failed else None
+
+    def _blame_other_nodes(self, policy: RestartPolicy) -> "JobAttempt":
+        """Blame the ranks that have caused the failures by a comparison of all reports, or return the attempt as it is."""
+        outcomes = self._outcomes
+        if self._may_have_victims or not outcomes.isdisjoint({AttemptOutcome.TIMED_OUT, AttemptOutcome.ABORTED}):
+            return self
+        if self.verdict is None and AttemptOutcome.FAILED not in outcomes:
+            return self
+        verdict = find_reported_verdict(self.reports.values())
+        if self.verdict is not None and (verdict is None or verdict.finding != self.verdict.finding):
+            verdict = self.verdict  # the verdict that has ended the attempt
+        if verdict is not None and is_explained(self.reports.values(), verdict):
+            return self._apply_verdict(verdict, policy)
+        return self._blame_missing_ranks(policy)
+
+    def _apply_verdict(self, verdict: CollectiveVerdict, policy: RestartPolicy) -> "JobAttempt":
+        reports = {}
+        for node, report in sorted(self.reports.items()):
+            failures = blame_ranks(report, self.infos[node].hostname, node, self.first_ranks[node], verdict)
+            causes = {FailureKind[failure["kind"]] for failure in failures if not failure["is_secondary"]}
+            reports[node] = replace(
+                report,
+                outcome=AttemptOutcome.FAILED,
+                failures=failures,
+                waited_for_other_nodes=not causes,
+                may_be_victim=False,
+                no_restart_reason=_get_no_restart_reason(causes, report, policy) if causes else report.no_restart_reason,
+                reason=verdict.sentence,
+            )
+        return replace(self, reports=reports, failure_order=list(reports), verdict=verdict)
+
+    def _blame_missing_ranks(self, policy: RestartPolicy) -> "JobAttempt":
+        """Blame them unless a node has failed by itself (its `_victim_level` is 0)."""
+        root = self._find_root_report()
+        victim = next((report for report in self.reports.values() if report.waited_for_other_nodes), None)
+        if root is None or not _victim_level(root) or victim is None:
+            return self
+        blamed = {
+            node: replace(
+                report,
+                outcome=AttemptOutcome.FAILED,
+                failures=(*report.missing_ranks, *report.failures),
+                waited_for_other_nodes=False,
+                no_restart_reason=_get_no_restart_reason({FailureKind.HANG}, victim, policy),
+                reason=victim.reason,
+            )
+            for node, report in sorted(self.reports.items())
+            if report.missing_ranks
+        }
+        order = list(dict.fromkeys([*self.failure_order, *blamed]))
+        return replace(self, failure_order=order, reports={**self.reports, **blamed})
 
 
 def describe_stop(cause: str) -> str:
     return f"a stop was requested ({cause})"
 
 
-def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
-    info = node_infos.get(node)
-    return f"node {node}" if info is None else f"node {node} ({info.hostname})"
-
-
-def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
-    reports = summary.reports.values()
-    if len(reports) == summary.size and all(report.outcome is NodeOutcome.SUCCEEDED for report in reports):
-        return _make_decision(summary, NextStep.DONE)
-    root = _find_root_report(summary)
-    for report in reports:
-        reason = f"{describe_node(summary.node_infos, report.group_rank)}: {report.reason}"
-        if report.outcome is NodeOutcome.TIMED_OUT:
-            if others := [rank for other in reports if other is not report for rank in other.unfinished]:
-                reason = f"{reason}; on other nodes {format_ranks(others)} had not returned"
-            verdict = find_reported_verdict(reports)
-            if verdict is not None and verdict.sentence not in reason:
-                reason = f"{reason}; {verdict.sentence}"
-            return _make_decision(summary, NextStep.FAILED, reason=reason, timed_out=True)
-        if report.outcome is NodeOutcome.ABORTED:
-            failed = root or report  # a rank that failed before user code raised is the root cause
-            return _make_decision(
-                summary,
-                NextStep.FAILED,
-                root_cause_rank=_root_cause_rank(failed),
-                reason=reason,
-                no_restart_reason=reason if failed.failures else "",
-            )
-    if root is not None and not ((summary.lost_nodes or summary.stopped_for_waiting_nodes) and _victim_level(root)):
-        return _decide_after_failure(summary, root, policy, rng)
-    if summary.lost_nodes:
-        return _decide_after_node_loss(summary, policy, rng)
-    return _make_decision(summary, NextStep.RE_RENDEZVOUS, reason=_describe_waiting_nodes(summary))
-
-
-def _decide_after_failure(
-    summary: AttemptSummary, root: AttemptReport, policy: RestartPolicy, rng: Callable[[], float]
-) -> AttemptDecision:
-    failed_attempt = FailedAttempt(
-        cause=None,
-        no_restart_reason=lambda: root.no_restart_reason,
-        healthy_seconds=root.healthy_seconds,
-        step=max((report.step for report in summary.reports.values() if report.step >= 0), default=None),
-    )
-    root_cause_rank = -1 if _victim_level(root) and summary.verdict is not None else _root_cause_rank(root)
-    return _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=root_cause_rank, reason=root.reason)
-
-
-def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
-    """Only if the lost node may have caused all failures of ranks."""
-    node, loss = next(iter(summary.lost_nodes.items()))
-    first_rank = _first_rank(summary, node)
-    reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
-    infos = summary.node_infos
-    host = next((lost for lost in summary.lost_nodes if lost in infos and infos[lost].is_host), None)
-    if host is not None:
-        no_restart_reason = f"the coordinator ran on {describe_node(infos, host)}, and the others cannot go on without it"
-        return _make_decision(
-            summary,
-            NextStep.FAILED,
-            root_cause_rank=first_rank,
-            reason=f"{reason}; {no_restart_reason}",
-            no_restart_reason=no_restart_reason,
-        )
-    remaining = summary.size - len(summary.lost_nodes) + summary.waiting_nodes
-    if remaining >= summary.min_nodes:
-        return _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=first_rank, reason=reason)
-    too_few = f"{remaining} of at least {summary.min_nodes} nodes remain"
-    failed_attempt = FailedAttempt(cause=None, no_restart_reason=lambda: "")
-    decision = _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=first_rank, reason=reason)
-    if decision.next_step is not NextStep.FAILED:
-        return decision
-    return replace(decision, no_restart_reason=decision.no_restart_reason or too_few)
-
-
 def _restart_or_fail(
-    summary: AttemptSummary,
-    policy: RestartPolicy,
-    rng: Callable[[], float],
-    failed_attempt: FailedAttempt,
-    *,
-    root_cause_rank: int,
-    reason: str,
+    make: "partial[AttemptDecision]", budget: RestartBudget, failed_attempt: FailedAttempt, *, has_same_nodes: bool
 ) -> AttemptDecision:
-    history = summary.history
-    counters = RestartCounters(
-        restarts_used=history.restarts_used,
-        furthest_step=history.furthest_step,
-        stalled_attempts=history.stalled_attempts,
-        is_first_attempt=not history.attempts,
-    )
-    budget = RestartBudget(policy, rng, counters)
     restart = budget.decide(failed_attempt)
-    history = replace(
-        history,
-        restarts_used=budget.counters.restarts_used,
-        furthest_step=budget.counters.furthest_step,
-        stalled_attempts=budget.counters.stalled_attempts,
-    )
-    summary = replace(summary, history=history)
     if restart.delay is None:
-        return _make_decision(
-            summary,
-            NextStep.FAILED,
-            root_cause_rank=root_cause_rank,
-            reason=reason,
-            no_restart_reason=restart.no_restart_reason,
-        )
-    if summary.lost_nodes or summary.waiting_nodes:  # without the delay: other nodes have to be awaited
-        decision = _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=root_cause_rank, reason=reason)
-        return replace(decision, is_restart_counted=True)
-    decision = _make_decision(summary, NextStep.RESTART, root_cause_rank=root_cause_rank, reason=reason)
-    return replace(decision, delay=restart.delay, is_restart_counted=True)
-
-
-def _make_decision(
-    summary: AttemptSummary,
-    next_step: NextStep,
-    *,
-    root_cause_rank: int = -1,
-    reason: str = "",
-    no_restart_reason: str = "",
-    timed_out: bool = False,
-) -> AttemptDecision:
-    failures = [failure for node in _order_by_blame(summary) for failure in summary.reports[node].failures]
-    sent = limit_total_size(failures[:MAX_FAILURES], MAX_FAILURES_BYTES) if next_step is not NextStep.DONE else ()
-    omitted_by_nodes = sum(report.failures_omitted for report in summary.reports.values())
-    infos = summary.node_infos
-    return AttemptDecision(
-        attempt=summary.attempt,
-        next_step=next_step,
-        history=replace(summary.history, attempts=summary.attempt + 1),
-        root_cause_rank=root_cause_rank,
-        failures=sent,
-        failures_omitted=omitted_by_nodes + len(failures) - len(sent),
-        lost_nodes=tuple(
-            LostNode(node, infos[node].hostname, _first_rank(summary, node), infos[node].nprocs, loss)
-            for node, loss in summary.lost_nodes.items()
-            if node in infos
-        )[:MAX_LOST_NODES],
-        reason=reason,
-        no_restart_reason=no_restart_reason,
-        timed_out=timed_out,
-    )
-
-
-# Which rank failed first.
-
-
-def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Blame the ranks that caused the failures by a comparison of all reports, or return `summary`."""
-    if summary.lost_nodes or summary.stopped_for_waiting_nodes:
-        return summary
-    reports = summary.reports
-    outcomes = {report.outcome for report in reports.values()}
-    if not outcomes.isdisjoint({NodeOutcome.TIMED_OUT, NodeOutcome.ABORTED}):
-        return summary
-    if summary.verdict is None and NodeOutcome.FAILED not in outcomes:
-        return summary
-    verdict = find_reported_verdict(reports.values())
-    if summary.verdict is not None and (verdict is None or verdict.finding != summary.verdict.finding):
-        verdict = summary.verdict  # the verdict that has ended the attempt
-    if verdict is not None and is_explained(reports.values(), verdict):
-        return _apply_verdict(summary, verdict, policy)
-    return _report_missing_ranks(summary, policy)
-
-
-def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
-    reports = {}
-    for node, report in sorted(summary.reports.items()):
-        failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
-        causes = {FailureKind[failure["kind"]] for failure in failures if not failure["is_secondary"]}
-        reports[node] = replace(
-            report,
-            outcome=NodeOutcome.FAILED,
-            failures=failures,
-            waited_for_other_nodes=not causes,
-            may_be_victim=False,
-            no_restart_reason=_get_no_restart_reason(causes, report, policy) if causes else report.no_restart_reason,
-            reason=verdict.sentence,
-        )
-    return replace(summary, reports=reports, failure_order=list(reports), verdict=verdict)
-
-
-def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Blame the missing ranks, unless a node has failed by itself (its `_victim_level` is 0)."""
-    root = _find_root_report(summary)
-    victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
-    if root is None or not _victim_level(root) or not victims:
-        return summary
-    blamed = {
-        node: _blame_missing_ranks(report, victims[0], policy)
-        for node, report in sorted(summary.reports.items())
-        if report.missing_ranks
-    }
-    return replace(
-        summary,
-        failure_order=list(dict.fromkeys([*summary.failure_order, *blamed])),
-        reports={**summary.reports, **blamed},
-    )
-
-
-def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    return replace(
-        report,
-        outcome=NodeOutcome.FAILED,
-        failures=(*report.missing_ranks, *report.failures),
-        failures_omitted=report.failures_omitted + report.missing_ranks_omitted,
-        waited_for_other_nodes=False,
-        no_restart_reason=_get_no_restart_reason({FailureKind.HANG}, victim, policy),
-        reason=victim.reason,
-    )
+        return make(NextStep.FAILED, no_restart_reason=restart.no_restart_reason)
+    if not has_same_nodes:  # without the delay: other nodes have to be awaited
+        return make(NextStep.RE_RENDEZVOUS, is_restart_counted=True)
+    return make(NextStep.RESTART, delay=restart.delay, is_restart_counted=True)
 
 
 def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, policy: RestartPolicy) -> str:
@@ -312,16 +257,6 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
     if not policy.causes:  # `retry_if` is a function, which was called only with the victim's failure
         return victim.no_restart_reason
     return "" if causes <= set(policy.causes) else NOT_IN_RETRY_IF
-
-
-def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
-    """Return the report of the failed node with the lowest `_victim_level`, the first of them that the coordinator got."""
-    failed = [
-        summary.reports[node]
-        for node in summary.failure_order
-        if node in summary.reports and summary.reports[node].outcome is NodeOutcome.FAILED
-    ]
-    return min(failed, key=_victim_level, default=None)
 
 
 def _victim_level(report: AttemptReport) -> int:
@@ -334,20 +269,3 @@ def _victim_level(report: AttemptReport) -> int:
 def _root_cause_rank(report: AttemptReport) -> int:
     rank = report.failures[0].get("rank") if report.failures else None
     return rank if isinstance(rank, int) else -1
-
-
-def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    positions = {node: position for position, node in enumerate(summary.failure_order)}
-    return sorted(
-        summary.reports,
-        key=lambda node: (_victim_level(summary.reports[node]), positions.get(node, math.inf), node),
-    )
-
-
-def _first_rank(summary: AttemptSummary, node: int) -> int:
-    return summary.first_ranks.get(node, -1)
-
-
-def _describe_waiting_nodes(summary: AttemptSummary) -> str:
-    count = summary.waiting_nodes
-    return f"more nodes want to join: {count}" if count else "a node that wanted to join has left again"

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
 from mpwatch.nodes.json_codec import MAX_TEXT, InvalidMessageError, dump_json, to_json
-from mpwatch.nodes.messages import AttemptReport, NodeInfo, RankRecord
+from mpwatch.nodes.messages import AttemptReport, Failures, RankRecord
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
 from mpwatch.results.rank_collectives import RankCollectives
@@ -27,7 +27,6 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
 
 MAX_RECORDS_BYTES = 128 * 1024  # of all collectives in an AttemptReport
 MAX_LATEST = 8  # the number of a rank's completed collectives that are sent
-Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
 
 
 def make_records(
@@ -118,14 +117,14 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
     return is_abort or failure.get("is_secondary") is True or failure.get("kind") == FailureKind.MISMATCH.name
 
 
-def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
+def blame_ranks(report: AttemptReport, hostname: str, node: int, first_rank: int, verdict: CollectiveVerdict) -> Failures:
     """Return the failures of a node, those of blamed ranks first, and all others marked as secondary."""
     known = {failure.get("rank"): failure for failure in (*report.missing_ranks, *report.failures)}
     have_failed = {failure.get("rank") for failure in report.failures}
     blamed = {}
     for record in report.collectives:
         if record.rank in verdict.blamed:
-            before = _decode(known.get(record.rank)) or _build_failure(record, info, first_rank)
+            before = _decode(known.get(record.rank)) or _build_failure(record, hostname, node, first_rank)
             is_late = verdict.kind is VerdictKind.ABSENT and not record.has_returned and record.rank not in have_failed
             kind = FailureKind.HANG if is_late else FailureKind.MISMATCH
             failure = replace(before, kind=kind, evidence=verdict.evidence[record.rank], summary="", is_secondary=False)
@@ -141,15 +140,15 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
         return None
 
 
-def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
+def _build_failure(record: RankRecord, hostname: str, node: int, first_rank: int) -> ProcessFailure:
     """For a blamed rank of which the report has no readable failure."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,
         local_rank=record.rank - first_rank,
         pid=record.pid,
-        hostname=info.hostname,
-        group_rank=info.group_rank,
+        hostname=hostname,
+        group_rank=node,
         kind=FailureKind.MISMATCH,
         exit_code=1,
         collective=None if answer is None else get_current_collective(answer),

@@ -14,6 +14,7 @@ from mpwatch.nodes.address import (
     CHECK_SECONDS,
     Deadline,
     Endpoint,
+    SocketAddress,
     connect,
     is_local_address,
     is_loopback,
@@ -22,7 +23,7 @@ from mpwatch.nodes.address import (
 )
 from mpwatch.nodes.frames import Connection, ForeignProgramError, SecretMismatchError
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import Message, NodeInfo, Refused
+from mpwatch.nodes.messages import Message, NodeInfo, Refused, decode_message, encode_message
 from mpwatch.nodes.server import Server
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.clock import monotonic
@@ -53,69 +54,64 @@ class Joining:
         Raises LaunchError. Raises CancelledError if `cancelled` was set.
         """
         deadline = Deadline(until, self.cancelled)
-        started_at, refused_until = monotonic(), monotonic() + RETRY_OVER_SECONDS
+        started_at = monotonic()
+        where = f"rendezvous at {self.endpoint}"
         while True:
-            problem = self._try(deadline)
-            if not isinstance(problem, str):
-                connection, messages = problem
-                refusal = messages[0] if messages else None
-                if not isinstance(refusal, Refused):
-                    return problem
-                connection.close()
-                problem = refusal.reason
-                if not refusal.may_retry or self.server is not None or monotonic() >= refused_until:
-                    raise LaunchError(self.describe(problem))
+            try:
+                return self._try(deadline, may_wait_for_end=monotonic() < started_at + RETRY_OVER_SECONDS)
+            except SecretMismatchError as error:
+                raise LaunchError(f"{where}: what the coordinator sends is {error}") from error
+            except ForeignProgramError as error:
+                raise LaunchError(
+                    f"{where}: port {self.endpoint.port} is taken by another program ({error}). Use another port, the same"
+                    " one on all nodes"
+                ) from error
+            except (ConnectionError, TimeoutError, InvalidMessageError) as error:
+                problem = error
             if not deadline.wait_before_retry():
-                seconds = monotonic() - started_at
-                raise LaunchError(f"rendezvous at {self.endpoint}: {problem}. Tried for {seconds:.1f} s")
+                raise LaunchError(f"{where}: {problem}. Tried for {monotonic() - started_at:.1f} s") from problem
 
     def describe(self, problem: str) -> str:
         return f"rendezvous of job {self._rendezvous.run_id!r} at {self.endpoint}: {problem}"
 
-    def _try(self, deadline: Deadline) -> tuple[Connection, list[Message]] | str:
-        endpoint, options = self.endpoint, self._rendezvous
+    def _try(self, deadline: Deadline, *, may_wait_for_end: bool) -> tuple[Connection, list[Message]]:
+        connection = Connection(
+            connect(self.endpoint, self._find_addresses(deadline), deadline), self._rendezvous.key, is_server=False
+        )
         try:
-            addresses = resolve(endpoint, deadline)
-        except socket.gaierror as error:
-            if not options.is_host:
-                return (
-                    f"the name {endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this"
-                    " machine's name service, or give the address instead"
-                )
-            addresses = []
-        local = next(filter(is_local_address, addresses), None)
-        if self.server is None and (options.is_host or (local is not None and options.is_host is None)):
-            listener = listen(endpoint, local, must_serve=bool(options.is_host))
-            if listener is not None:
-                self.server = self._serve(listener)
-                self._warn_of_strangers(self.server.address[0])
-        if self.server is not None:
-            host, port = self.server.address[:2]
-            own = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)  # noqa: S104  not bound to it
-            addresses = [(socket.AF_INET6 if ":" in own else socket.AF_INET, (own, port))]
-        connected = connect(endpoint, addresses, deadline)
-        if isinstance(connected, str):
-            return connected
-        connection = Connection(connected, options.key, is_server=False)
-        try:
-            return connection, self._introduce(connection, deadline)
-        except (SecretMismatchError, ForeignProgramError) as error:
-            connection.close()
-            raise self._make_error(error) from error
-        except (ConnectionError, TimeoutError, InvalidMessageError) as error:
-            connection.close()
-            return str(error)
+            messages = self._introduce(connection, deadline)
+            if isinstance(refusal := messages[0], Refused):
+                if refusal.may_retry and self.server is None and may_wait_for_end:
+                    raise ConnectionError(refusal.reason)
+                raise LaunchError(self.describe(refusal.reason))
         except BaseException:
             connection.close()
             raise
+        return connection, messages
 
-    def _make_error(self, error: Exception) -> LaunchError:
-        if isinstance(error, SecretMismatchError):
-            return LaunchError(f"rendezvous at {self.endpoint}: what the coordinator sends is {error}")
-        return LaunchError(
-            f"rendezvous at {self.endpoint}: port {self.endpoint.port} is taken by another program ({error}). Use another"
-            " port, the same one on all nodes"
-        )
+    def _find_addresses(self, deadline: Deadline) -> list[SocketAddress]:
+        """Raises ConnectionError. Starts the server, if this is its place."""
+        endpoint, is_host = self.endpoint, self._rendezvous.is_host
+        try:
+            addresses = resolve(endpoint, deadline)
+        except socket.gaierror as error:
+            if not is_host:
+                raise ConnectionError(
+                    f"the name {endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this"
+                    " machine's name service, or give the address instead"
+                ) from error
+            addresses = []
+        local = next(filter(is_local_address, addresses), None)
+        if self.server is None and (is_host or (local is not None and is_host is None)):
+            listener = listen(endpoint, local, must_serve=bool(is_host))
+            if listener is not None:
+                self.server = self._serve(listener)
+                self._warn_of_strangers(self.server.address[0])
+        if self.server is None:
+            return addresses
+        host, port = self.server.address[:2]
+        own = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)  # noqa: S104  not bound to it
+        return [(socket.AF_INET6 if ":" in own else socket.AF_INET, (own, port))]
 
     def _introduce(self, connection: Connection, deadline: Deadline) -> list[Message]:
         """Exchange greetings, say who this node is, and return the first messages of the coordinator."""
@@ -124,11 +120,12 @@ class Joining:
         while not messages:
             if connection.framing.is_greeted and not has_sent:
                 has_sent, answer_by = True, answer_by + ANSWER_SECONDS
-                address = self._rendezvous.local_addr or self._find_own_address(connection)
-                connection.send(self._make_info(address, self.server is not None))
+                own = self.endpoint.host if self.server is not None else str(connection.socket.getsockname()[0])
+                info = self._make_info(self._rendezvous.local_addr or own, self.server is not None)
+                connection.send(encode_message(info))
             connection.flush()
             wait([connection.socket], deadline.seconds_left(CHECK_SECONDS))
-            messages = connection.receive()
+            messages = list(map(decode_message, connection.receive()))
             if connection.end and not messages:
                 raise ConnectionError(f"what listens there has ended the connection ({connection.end})")
             if monotonic() >= answer_by:
@@ -138,11 +135,6 @@ class Joining:
                 )
             deadline.seconds_left(0.0)
         return messages
-
-    def _find_own_address(self, connection: Connection) -> str:
-        if self.server is not None:
-            return self.endpoint.host
-        return str(connection.socket.getsockname()[0])
 
     def _warn_of_strangers(self, host: str) -> None:
         if not is_loopback(host) and not self._rendezvous.key:

@@ -1,8 +1,6 @@
-"""The messages that the nodes of a job send to one another, as frozen dataclasses.
+"""The messages that the nodes of a job and its coordinator exchange, as frozen dataclasses.
 
-A new field of a message needs no further code, because json_codec.py handles all fields of a dataclass. The first line of a
-message's docstring names the receivers of the message. If a message contains failures of ranks, failure_codec.py encodes the
-failures.
+json_codec.py encodes and checks all fields. Failures of ranks are as failure_codec.py encodes them.
 """
 
 from collections.abc import Mapping
@@ -10,12 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, get_args
 
-from mpwatch.nodes.json_codec import InvalidMessageError, from_json, to_json
+from mpwatch.nodes.json_codec import InvalidMessageError, dump_json, from_json, load_json, to_json
 
 NO_ATTEMPT = -1  # no attempt has been started
+Failures = tuple[Mapping[str, Any], ...]
 
 
-class NodeOutcome(Enum):
+class AttemptOutcome(Enum):
     """How an attempt has ended for the ranks of one node."""
 
     SUCCEEDED = "SUCCEEDED"
@@ -32,25 +31,7 @@ class NextStep(Enum):
     FAILED = "FAILED"
 
 
-@dataclass(frozen=True, slots=True)
-class RestartHistory:
-    """Numbers about the earlier attempts of a job, such as the number of restarts."""
-
-    attempts: int = 0
-    """Number of attempts."""
-    restarts_used: int = 0
-    """The number of restarts after failures since the restart budget was last reset."""
-    furthest_step: int = -1
-    """Highest step that a rank has reported. It is -1 if no step was reported."""
-    stalled_attempts: int = 0
-    """Attempts in a row that reached no higher step."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobConfig:
-    """The options that must be the same on all nodes, as pairs of name and value. See job_config.py."""
-
-    items: tuple[tuple[str, str], ...]
+# ---- to the coordinator
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +53,16 @@ class NodeInfo:
     join_timeout: float
     seconds_left: float | None
     """Until the run's `timeout`, or None if it has none."""
-    job_config: JobConfig
-    group_rank: int = -1
-    """The coordinator fills it in."""
+    options: Mapping[str, str]
+    """Those that must be the same on all nodes, see job_options.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHello:
+    """The first message of a node that a driver has started, on a connection of its own. Pickles follow: see cluster/."""
+
+    number: int
+    hostname: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +72,9 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailing:
-    """A message to the coordinator: a rank of this node has failed, or the run's timeout is over.
+    """A rank of this node has failed, or the run's timeout is over. Other ranks of the node may still run.
 
-    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The coordinator
-    assumes that the nodes failed in the order of their AttemptFailing messages.
+    The nodes count as having failed in the order in which these messages come.
     """
 
     attempt: int
@@ -100,33 +87,29 @@ class RankRecord:
     collectives: str
     """The JSON of a RankCollectives."""
     pid: int | None = None
-    """The pid of the rank. It is None in RanksStalled."""
+    """None in RanksStalled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksStalled:
-    """A message to the coordinator: ranks of this node have stalled, or no rank of this node is stalled any more.
-
-    A rank has stalled if it has called no collective for `stall_after` seconds. Each RanksStalled replaces the previous
-    RanksStalled of the same node.
-    """
+    """Ranks of this node have called no collective for `stall_after`. Each such message replaces the one before."""
 
     attempt: int
     collectives: tuple[RankRecord, ...] = ()
-    """The latest collectives of all ranks of this node. It is empty if no rank is stalled."""
+    """The latest ones of all ranks of this node, or none if no rank is stalled any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A message to the coordinator: a stop was requested on this node."""
+    """A stop was requested on this node."""
 
     cause: str
-    """What has requested the stop, such as "SIGUSR1"."""
+    """Such as "SIGUSR1"."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """A message to the coordinator: the ranks of this node wait before their next step until StopAtStep comes."""
+    """The ranks of this node wait before their next step until StopAtStep comes."""
 
     attempt: int
     step: int | None = None
@@ -137,62 +120,56 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """A message to the coordinator: all ranks of this node have ended. This node still has to send its AttemptReport."""
+    """All ranks of this node have ended. The AttemptReport follows; it may have to wait for user code."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """A message to the coordinator: how the attempt has ended for the ranks of this node."""
+    """How the attempt has ended for the ranks of this node."""
 
     attempt: int
-    outcome: NodeOutcome
-    group_rank: int = -1
-    """The coordinator fills it in."""
+    outcome: AttemptOutcome
     port: int = 0
     """See NodeInfo."""
-    failures: tuple[Mapping[str, Any], ...] = ()
-    """The failures of the node's ranks. The root cause of this node comes first."""
+    failures: Failures = ()
+    """The root cause of this node comes first."""
     failures_omitted: int = 0
-    """Number of further failures that are not sent."""
     waited_for_other_nodes: bool = False
     """Whether the node's ranks failed only because they waited for ranks of other nodes."""
     may_be_victim: bool = False
     """Whether the node's root cause is a lost connection. Then it may be a consequence of a failure on another node."""
-    missing_ranks: tuple[Mapping[str, Any], ...] = ()
+    missing_ranks: Failures = ()
     """Failures of the kind HANG. Their ranks are to blame if ranks of other nodes timed out waiting for them."""
-    missing_ranks_omitted: int = 0
-    """Number of further missing ranks that are not sent."""
     collectives: tuple[RankRecord, ...] = ()
-    """The latest collectives of the node's ranks, as many as fit."""
+    """The latest ones of the node's ranks, as many as fit."""
     no_restart_reason: str = ""
-    """The reason why this node's root cause prevents a restart. It is empty if a restart is possible."""
+    """Why this node's root cause prevents a restart, or empty."""
     reason: str = ""
-    """The reason why the attempt ended on this node, as in `RunResult.reason`."""
+    """As in `RunResult.reason`."""
     unfinished: tuple[int, ...] = ()
     """The ranks that had not returned, if a timeout of this node or of another node has ended the attempt."""
     healthy_seconds: float = 0.0
-    """The time between the moment when all ranks were ready and the failure."""
+    """From the moment when all ranks were ready to the failure."""
     step: int = -1
-    """Highest step that the node's ranks have reported. It is -1 if no step was reported."""
+    """The highest step that the node's ranks have reported, or -1."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """A message to the coordinator: this node leaves the job for the given reason."""
+    """This node leaves the job."""
 
-    reason: str
+    reason: str = ""
+    """Empty if it knows the result of the job, and needs the coordinator no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShutdownAck:
-    """A message to the coordinator: this node knows the result of the job, and needs the coordinator no more."""
+# ---- to the nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A message to one node, when it has joined, and once more if the job does not begin soon."""
+    """To a node that has joined, and once more if the job does not begin soon."""
 
     present: int
     """How many nodes have joined, this one included."""
@@ -201,7 +178,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A message to one node, which cannot join. The coordinator closes the connection."""
+    """To a node that cannot join. The coordinator closes the connection."""
 
     reason: str
     may_retry: bool = False
@@ -210,14 +187,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """A message to one node, which the others count as lost. The coordinator closes the connection."""
+    """To a node that the others count as lost. The coordinator closes the connection."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartAttempt:
-    """A message to each node: an attempt starts. The ranks of a node have consecutive numbers."""
+    """The ranks of a node have consecutive numbers."""
 
     attempt: int
     group_rank: int
@@ -234,15 +211,13 @@ class StartAttempt:
 
 @dataclass(frozen=True, slots=True)
 class StopAttempt:
-    """A message to all nodes: all nodes stop the ranks of this attempt."""
-
     attempt: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HoldSteps:
-    """A message to all nodes: a stop was requested. Each rank waits before its next step until StopAtStep comes."""
+    """A stop was requested. Each rank waits before its next step until StopAtStep comes."""
 
     attempt: int
     cause: str
@@ -250,12 +225,11 @@ class HoldSteps:
 
 @dataclass(frozen=True, slots=True)
 class StopAtStep:
-    """A message to all nodes: all ranks stop at their first step after `after_step`."""
+    """All ranks stop at their first step after `after_step`. None: at their next call of `should_stop`."""
 
     attempt: int
     cause: str
     after_step: int | None = None
-    """It is None if no rank has passed a step. Then each rank stops at its next call of `should_stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +245,13 @@ class LostNode:
 
 @dataclass(frozen=True, slots=True)
 class AttemptDecision:
-    """A message to all nodes: the result of an attempt, and what the nodes do next."""
+    """The result of an attempt, and what the nodes do next."""
 
     attempt: int
     next_step: NextStep
-    history: RestartHistory = RestartHistory()
-    """What the coordinator goes on with."""
     root_cause_rank: int = -1
-    """The rank that failed first. It is -1 if no rank has failed."""
-    failures: tuple[Mapping[str, Any], ...] = ()
+    """The rank that failed first, or -1."""
+    failures: Failures = ()
     failures_omitted: int = 0
     lost_nodes: tuple[LostNode, ...] = ()
     reason: str = ""
@@ -290,9 +262,14 @@ class AttemptDecision:
     is_restart_counted: bool = False
     """Whether the next start of the ranks is one of the restarts that the policy allows."""
 
+    @property
+    def ends_job(self) -> bool:
+        return self.next_step in (NextStep.DONE, NextStep.FAILED)
+
 
 MessageToCoordinator = (
     NodeInfo
+    | LinkHello
     | Beat
     | AttemptFailing
     | RanksStalled
@@ -301,21 +278,22 @@ MessageToCoordinator = (
     | RanksStopped
     | AttemptReport
     | NodeLeaving
-    | ShutdownAck
 )
 MessageToNode = Beat | Joined | Refused | Dismissed | StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision
 Message = MessageToCoordinator | MessageToNode
 MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-def encode_message(message: Message) -> dict[str, Any]:
-    return {"kind": type(message).__name__, **to_json(message)}
+def encode_message(message: Message) -> bytes:
+    return dump_json({"kind": type(message).__name__, **to_json(message)}).encode()
 
 
-def decode_message(body: Mapping[str, Any]) -> Message:
-    name = body.get("kind")
+def decode_message(data: bytes) -> Message:
+    """Raises InvalidMessageError."""
+    body = load_json(data)
+    name = body.pop("kind", None)
     kind = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
         raise InvalidMessageError(f"there is no message of kind {name!r:.100}")
-    message: Message = from_json(kind, {name: value for name, value in body.items() if name != "kind"})
+    message: Message = from_json(kind, body)
     return message

@@ -1,10 +1,4 @@
-"""What one node does in a job. Pure: the node thread calls a method for each event, and executes the actions that it
-returns.
-
-    JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
-       ^           ^                                        |      |
-       |           '-------------- RESTART -----------------'      |
-       '--------------------- RE_RENDEZVOUS -----------------------'
+"""What one node does in a job. Pure: the node thread calls a method for each event, and executes what it returns.
 
     stage                it ends when ...                                               and then comes
     JOINING              StartAttempt comes                                             PREPARING
@@ -23,7 +17,7 @@ node, because it was silent, the node stops its ranks and joins again like a new
 
 Guarantees: the stages PREPARING, RUNNING and AWAITING_DECISION wait for user code, STOPPING lasts until the ranks have
 exited. If nothing comes from the coordinator, the watcher thread stops the ranks within `node_timeout`
-(LocalRanks.renew_lease); others count this node as lost only after `node_timeout`.
+(NodeThread._renew_lease); others count this node as lost only after `node_timeout`.
 """
 
 from dataclasses import dataclass, replace
@@ -34,6 +28,7 @@ from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptFailing,
+    AttemptOutcome,
     AttemptReport,
     Dismissed,
     HoldSteps,
@@ -41,17 +36,16 @@ from mpwatch.nodes.messages import (
     MessageToNode,
     NextStep,
     NodeLeaving,
-    NodeOutcome,
     RankRecord,
     RanksStalled,
     RanksStopped,
-    ShutdownAck,
     StartAttempt,
     StepsHeld,
     StopAtStep,
     StopAttempt,
     StopRequest,
 )
+from mpwatch.watcher.processes.rank_environment import RankSetup
 
 
 class NodeStage(Enum):
@@ -65,54 +59,10 @@ class NodeStage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SendMessage:
-    message: MessageToCoordinator
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareRanks:
-    """Make the environment variables of the ranks in the caller's thread, where the user's function `env` must run."""
-
-    start: StartAttempt
-
-
-@dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Start the ranks that were prepared."""
+    """Start the ranks that the caller's thread has prepared."""
 
-
-@dataclass(frozen=True, slots=True)
-class StopRanks:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HoldRanks:
-    """Let the ranks of this node wait at their next call of `should_stop`, and then report the highest step."""
-
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class AgreeOnStep:
-    """Let the ranks stop at their first step after `after_step`. None: at their next call of `should_stop`."""
-
-    after_step: int | None
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReportAttempt:
-    """Tell the caller's thread the decision about an attempt. The job goes on."""
-
-    decision: AttemptDecision
-
-
-@dataclass(frozen=True, slots=True)
-class ReportJob:
-    """Tell the caller's thread the decision about the job, which is over."""
-
-    decision: AttemptDecision
+    setups: list[RankSetup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +70,11 @@ class Rejoin:
     """Connect to the coordinator anew."""
 
 
+# A message to the coordinator is to be sent. StartAttempt: let the caller's thread make the environments of the ranks, since
+# the user's function `env` must run there. StopAttempt, HoldSteps and StopAtStep are for the ranks, a decision for the
+# caller's thread.
 NodeAction = (
-    SendMessage | PrepareRanks | StartRanks | StopRanks | HoldRanks | AgreeOnStep | ReportAttempt | ReportJob | Rejoin
+    MessageToCoordinator | StartAttempt | StartRanks | StopAttempt | HoldSteps | StopAtStep | AttemptDecision | Rejoin
 )
 
 
@@ -138,10 +91,6 @@ class NodeMachine:
         self._is_leaving = False
 
     @property
-    def is_finished(self) -> bool:
-        return self.stage is NodeStage.FINISHED
-
-    @property
     def is_joining(self) -> bool:
         return self.stage is NodeStage.JOINING
 
@@ -156,7 +105,7 @@ class NodeMachine:
             if self.stage not in (NodeStage.JOINING, NodeStage.AWAITING_DECISION):
                 return []
             self.stage, self.attempt = NodeStage.PREPARING, message.attempt
-            return [PrepareRanks(message)]
+            return [message]
         if isinstance(message, AttemptDecision):
             return self._follow_decision(message) if self.stage is NodeStage.AWAITING_DECISION else []
         if not isinstance(message, StopAttempt | HoldSteps | StopAtStep) or message.attempt != self.attempt:
@@ -165,7 +114,7 @@ class NodeMachine:
             return self._handle_stop(message)
         if isinstance(message, HoldSteps):
             return self._handle_hold(message)
-        return [AgreeOnStep(message.after_step, message.cause)] if self.stage is NodeStage.RUNNING else []
+        return [message] if self.stage is NodeStage.RUNNING else []
 
     def lose_coordinator(self, reason: str) -> list[NodeAction]:
         """Stop the ranks, and let the job fail here: nobody can take the place of the coordinator."""
@@ -189,7 +138,7 @@ class NodeMachine:
     def _stop_ranks(self, reason: str) -> list[NodeAction]:
         """Stop the ranks, if that has not begun. `report_attempt` follows."""
         was_running, self.stage = self.stage is NodeStage.RUNNING, NodeStage.STOPPING
-        return [StopRanks(reason)] if was_running else []
+        return [StopAttempt(self.attempt, reason)] if was_running else []
 
     def _rejoin(self) -> list[NodeAction]:
         reason, self._dismissal = self._dismissal, ""
@@ -197,44 +146,45 @@ class NodeMachine:
             return self._fail_job(describe_stop(self._stop_cause))
         self.stage = NodeStage.JOINING
         decision = AttemptDecision(self.attempt, NextStep.RE_RENDEZVOUS, reason=f"this node was lost: {reason}")
-        return [ReportAttempt(decision), Rejoin()]
+        return [decision, Rejoin()]
 
     def _fail_job(self, reason: str) -> list[NodeAction]:
         self.stage = NodeStage.FINISHED
-        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, reason=reason))]
+        return [AttemptDecision(self.attempt, NextStep.FAILED, reason=reason)]
 
     # ---- the ranks of this node, and its caller
 
-    def start_ranks(self, attempt: int) -> list[NodeAction]:
+    def start_ranks(self, attempt: int, setups: list[RankSetup]) -> list[NodeAction]:
         """The environments of this attempt's ranks are made, and the delay before a restart is over."""
         if self.stage is not NodeStage.PREPARING or attempt != self.attempt:
             return []  # the attempt was stopped meanwhile
         self.stage, self._has_ranks = NodeStage.RUNNING, True
-        return [StartRanks(), *([HoldRanks(self._stop_cause)] if self._stop_cause else [])]
+        hold = [HoldSteps(attempt, self._stop_cause)] if self._stop_cause else []
+        return [StartRanks(setups), *hold]
 
     def report_failing(self) -> list[NodeAction]:
         """The attempt fails on this node. Its ranks have not exited yet."""
         if self.stage is not NodeStage.RUNNING:
             return []
         self.stage = NodeStage.STOPPING
-        return [SendMessage(AttemptFailing(self.attempt))]
+        return [AttemptFailing(self.attempt)]
 
     def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
         """Ranks of this node have called no collective for a long time; or none any more, if `collectives` is empty."""
-        return [SendMessage(RanksStalled(self.attempt, collectives))] if self.stage is NodeStage.RUNNING else []
+        return [RanksStalled(self.attempt, collectives)] if self.stage is NodeStage.RUNNING else []
 
     def request_stop(self, cause: str) -> list[NodeAction]:
         self._stop_cause = self._stop_cause or cause
-        return [] if self._is_over() else [SendMessage(StopRequest(cause))]
+        return [] if self._is_over() else [StopRequest(cause)]
 
     def report_steps_held(self, step: int | None) -> list[NodeAction]:
         """The ranks of this node hold, and this is the highest step that one of them has passed."""
-        return [] if self._is_over() else [SendMessage(StepsHeld(self.attempt, step))]
+        return [] if self._is_over() else [StepsHeld(self.attempt, step)]
 
     def report_ranks_stopped(self) -> list[NodeAction]:
         """All ranks of this node have exited. The AttemptReport follows."""
         has_ranks = self.stage in (NodeStage.RUNNING, NodeStage.STOPPING)
-        return [SendMessage(RanksStopped(self.attempt))] if has_ranks else []
+        return [RanksStopped(self.attempt)] if has_ranks else []
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
@@ -244,26 +194,26 @@ class NodeMachine:
             return self._fail_job(self._loss)
         if self._dismissal:
             return self._rejoin()
-        return [SendMessage(replace(report, attempt=self.attempt))]
+        return [replace(report, attempt=self.attempt)]
 
     def abort(self, report: AttemptReport) -> list[NodeAction]:
         """The run has ended on this node because of an error in the watcher. The others do not wait for this node."""
         if self._is_over():
             return self.acknowledge_shutdown()
         self.stage = NodeStage.SHUTTING_DOWN
-        return [SendMessage(replace(report, attempt=max(self.attempt, 0))), *self.acknowledge_shutdown()]
+        return [replace(report, attempt=max(self.attempt, 0)), *self.acknowledge_shutdown()]
 
     def report_signal(self, reason: str) -> list[NodeAction]:
         """This node leaves the job, because of a signal for example. The watcher thread itself stops the ranks."""
         self._is_leaving = True
-        return self.acknowledge_shutdown() if self._is_over() else [SendMessage(NodeLeaving(reason))]
+        return self.acknowledge_shutdown() if self._is_over() else [NodeLeaving(reason)]
 
     def acknowledge_shutdown(self) -> list[NodeAction]:
         """The caller's thread knows the decision about the job."""
         if self.stage is not NodeStage.SHUTTING_DOWN:
             return []
         self.stage = NodeStage.FINISHED
-        return [SendMessage(ShutdownAck())]
+        return [NodeLeaving()]
 
     def _is_over(self) -> bool:
         return self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED)
@@ -271,20 +221,19 @@ class NodeMachine:
     def _handle_stop(self, stop: StopAttempt) -> list[NodeAction]:
         if self.stage is NodeStage.PREPARING:
             self.stage = NodeStage.AWAITING_DECISION
-            return [SendMessage(AttemptReport(self.attempt, NodeOutcome.STOPPED))]
+            return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
         return self._stop_ranks(stop.reason) if self.stage is NodeStage.RUNNING else []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
         """Hold the ranks, now or when they are started. If they have exited, only the highest step is reported."""
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
-            return [SendMessage(StepsHeld(self.attempt, has_started=False))]
-        return [HoldRanks(hold.cause)] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
+            return [StepsHeld(self.attempt, has_started=False)]
+        return [hold] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
 
     def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        if decision.next_step in (NextStep.DONE, NextStep.FAILED):
+        if decision.ends_job:
             self.stage = NodeStage.SHUTTING_DOWN
-            return [ReportJob(decision)]
-        if decision.next_step is NextStep.RE_RENDEZVOUS:
+        elif decision.next_step is NextStep.RE_RENDEZVOUS:
             self.stage = NodeStage.JOINING
-        return [ReportAttempt(decision)]
+        return [decision]

@@ -1,9 +1,9 @@
 """The node thread: it connects to the coordinator, and exchanges messages with it until the job is over.
 
-    caller's thread  --- set_rank_setups, report_attempt, finish_within, ... --------> |          |
-                     <-- updates: PrepareRanks, StopRanks, ReportAttempt, ReportJob -- |NodeThread| <--- TCP ---> Server
+    caller's thread  --- start_ranks, report_attempt, finish_within, ... ------------> |          |
+                     <-- take_updates: StartAttempt, StopAttempt, AttemptDecision ---- |NodeThread| <--- TCP ---> Server
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      (on one node,
-                     <-- commands: start, stop, renew the lease ---------------------- |          |      or in the driver)
+                     <-- start, stop, hold, renew the lease -------------------------- |          |      or in the driver)
 
 On the node of the endpoint it also starts the server, and then waits until the other nodes know the end of the job.
 
@@ -16,7 +16,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -25,35 +25,30 @@ from mpwatch.errors import LaunchError
 from mpwatch.nodes.address import CancelledError
 from mpwatch.nodes.coordinator import Coordinator
 from mpwatch.nodes.frames import Connection
-from mpwatch.nodes.job_config import make_job_config
+from mpwatch.nodes.job_options import list_job_options
 from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.joining import Joining
-from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
-from mpwatch.nodes.local_ranks import LocalRanks, NodeUpdate
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptReport,
     Beat,
+    HoldSteps,
     Joined,
     Message,
+    MessageToCoordinator,
     MessageToNode,
     NextStep,
     NodeInfo,
     Refused,
     StartAttempt,
+    StopAtStep,
+    StopAttempt,
+    decode_message,
+    encode_message,
 )
-from mpwatch.nodes.node_machine import (
-    AgreeOnStep,
-    HoldRanks,
-    NodeAction,
-    NodeMachine,
-    Rejoin,
-    ReportJob,
-    SendMessage,
-    StartRanks,
-    StopRanks,
-)
+from mpwatch.nodes.node_machine import NodeAction, NodeMachine, NodeStage, Rejoin, StartRanks
 from mpwatch.nodes.server import Server
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
@@ -61,19 +56,29 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.os_support.signals import name_signal
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.machine.call_machine import CallMachine
-from mpwatch.watcher.machine.transitions import CallStage, InterruptCause, StopReason
+from mpwatch.watcher.machine.transitions import (
+    NO_LEASE,
+    CallStage,
+    InterruptCause,
+    Lease,
+    StopReason,
+    StopRequested,
+)
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.processes.rank_environment import RankSetup
+from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.resource_errors import with_remedy
 
+NodeUpdate = StartAttempt | StopAttempt | AttemptDecision | BaseException
 INTERRUPT_REASONS = {
     InterruptCause.STOP: "its program called terminate()",
     InterruptCause.PROGRAM_END: "its program ended",
     InterruptCause.STOP_REQUEST: "a stop was requested there before its ranks were started",
 }
 BEATS_PER_TIMEOUT = 8
+# If a node is cut off, its ranks get SIGTERM and then SIGKILL after these fractions of node_timeout.
+STOP_SHARE, KILL_SHARE = 0.65, 0.85
 # When the ranks of this node have ended, the other nodes can see for the grace period and this time that this node leaves.
 LEAVE_SECONDS = 2.0
 SERVER_CHECK_SECONDS = 0.05  # how often a node that waits for the end of its server looks whether it may leave before
@@ -81,37 +86,26 @@ SERVER_CHECK_SECONDS = 0.05  # how often a node that waits for the end of its se
 
 def make_coordinator(spec: WorkerSpec[Any], *, has_own_node: bool) -> Coordinator:
     """Make the coordinator of a job. The node in whose program it runs decides what the others must have."""
-    options = spec.rendezvous
-    assert options is not None
-    return Coordinator(
-        run_id=options.run_id,
-        nnodes=(options.min_nodes, options.max_nodes),
-        policy=spec.policy,
-        node_timeout=options.node_timeout,
-        exit_barrier_timeout=options.exit_barrier_timeout,
-        last_call=options.last_call_timeout,
-        stall_after=spec.torch_backend.stall_after,
-        config=(platform.node(), make_job_config(spec)) if has_own_node else None,
-    )
+    assert spec.rendezvous is not None
+    required = (platform.node(), list_job_options(spec)) if has_own_node else None
+    return Coordinator(spec.rendezvous, spec.policy, stall_after=spec.torch_backend.stall_after, required=required)
 
 
 class NodeThread:
-    """The thread of one run.
-
-    Args:
-        spec: the options of the run.
-        run_deadline: when the run's `timeout` is over, by CLOCK_MONOTONIC.
-    """
+    """The thread of one run. `run_deadline` is when the run's `timeout` is over, by CLOCK_MONOTONIC."""
 
     def __init__(self, spec: WorkerSpec[Any], run_deadline: float = math.inf) -> None:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._run_deadline = spec, spec.rendezvous, run_deadline
-        self._local_ranks: LocalRanks
+        self._watcher: Watcher
         self._deferred_log: DeferredLog
+        self._start_ranks: Callable[[list[RankSetup]], object]
         self._joining = Joining(spec.rendezvous, self._make_info, self._serve, self._log_warning)
         self._machine = NodeMachine()
         self._connection: Connection | None = None
+        self._port_socket: socket.socket | None = None  # keeps the port reserved
         self._requests: deque[Callable[[], list[NodeAction]]] = deque()
+        self._updates: deque[NodeUpdate] = deque()
         self._wakeup = WakeupPipe()
         self._beats: deque[float] = deque()  # when those were sent that have not come back
         self._heard_at = self._beat_at = 0.0
@@ -123,8 +117,7 @@ class NodeThread:
 
     def start(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object]) -> None:
         """Start the thread. `start_ranks` makes the watcher start ranks and call them. Raises LaunchError."""
-        self._local_ranks = LocalRanks(watcher, start_ranks, self._rendezvous.node_timeout)
-        self._deferred_log = watcher.deferred_log
+        self._watcher, self._deferred_log, self._start_ranks = watcher, watcher.deferred_log, start_ranks
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
@@ -132,14 +125,11 @@ class NodeThread:
 
     def take_updates(self) -> list[NodeUpdate]:
         """Return the updates that the caller's thread has not received yet."""
-        return self._local_ranks.take_updates()
+        return [self._updates.popleft() for _ in range(len(self._updates))]
 
-    def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        def set_them() -> list[NodeAction]:
-            self._local_ranks.set_rank_setups(start, setups)
-            return []
-
-        self._post(set_them)
+    def start_ranks(self, attempt: int, setups: list[RankSetup]) -> None:
+        """Start the ranks, unless the attempt was stopped meanwhile."""
+        self._post(lambda: self._machine.start_ranks(attempt, setups))
 
     def report_attempt(self, report: AttemptReport) -> None:
         self._post(lambda: self._machine.report_attempt(report))
@@ -204,7 +194,6 @@ class NodeThread:
 
     def on_steps_held(self, step: int | None) -> None:
         """All ranks of this node wait before their next step. This is the highest one that has passed."""
-        step = None if step is None else max(-MAX_INTEGER, min(step, MAX_INTEGER))
         self._post(lambda: self._machine.report_steps_held(step))
 
     def _post(self, request: Callable[[], list[NodeAction]]) -> None:
@@ -215,34 +204,35 @@ class NodeThread:
 
     def _run(self) -> None:
         try:
-            with closing(self._local_ranks), closing(self._joining):
-                try:
-                    self._take_part()
-                    self._wait_for_server()
-                finally:
-                    if self._connection is not None:
-                        self._connection.close()
+            with ExitStack() as stack:
+                stack.callback(self._close_sockets)
+                stack.enter_context(closing(self._joining))
+                self._take_part()
+                self._wait_for_server()
         except CancelledError:
             pass  # `finish_within` was called
         except LaunchError as error:
-            self._report_launch_failure(error)
+            reason = str(error)
+            if monotonic() >= self._run_deadline:
+                reason = f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}"
+            self._notify_caller(AttemptDecision(NO_ATTEMPT, NextStep.FAILED, reason=reason))
         except BaseException as error:  # noqa: BLE001  a bug in mpwatch: the caller's thread raises it
-            self._local_ranks.notify_caller(error)
+            self._notify_caller(error)
 
-    def _report_launch_failure(self, error: LaunchError) -> None:
-        if monotonic() >= self._run_deadline:
-            error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
-        if self._local_ranks.has_started:
-            decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, reason=str(error))
-            self._local_ranks.notify_caller(ReportJob(decision))
-        else:
-            self._local_ranks.notify_caller(error)
+    def _notify_caller(self, update: NodeUpdate) -> None:
+        self._updates.append(update)
+        self._watcher.outbox.wake()
+
+    def _close_sockets(self) -> None:
+        for opened in (self._connection, self._port_socket):
+            if opened is not None:
+                opened.close()
 
     def _take_part(self) -> None:
         self._connect()
         beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
         woken_at = monotonic()
-        while not self._machine.is_finished and not self._may_leave():
+        while self._machine.stage is not NodeStage.FINISHED and not self._may_leave():
             connection = self._connection
             sockets = [] if connection is None else [connection.socket]
             due_at = min(self._beat_at + beat_seconds, self._leave_at)
@@ -256,9 +246,7 @@ class NodeThread:
                 self._execute(self._requests.popleft()())
             if self._connection is not None:
                 self._exchange(self._connection, now, beat_seconds)
-            if (attempt := self._local_ranks.prepared_attempt) is not None:
-                self._execute(self._machine.start_ranks(attempt))
-        self._local_ranks.end_lease()
+        self._watcher.post(self._watcher.loop.renew_lease, NO_LEASE)  # the ranks have their whole grace period
         if self._connection is not None:
             self._connection.shut_down()
 
@@ -272,8 +260,8 @@ class NodeThread:
 
     def _exchange(self, connection: Connection, now: float, beat_seconds: float) -> None:
         try:
-            for message in connection.receive():
-                self._handle(message, now)
+            for data in connection.receive():
+                self._handle(decode_message(data), now)
         except InvalidMessageError as error:
             connection.end = connection.end or f"it has sent what cannot be read: {error}"
         if self._connection is not connection:
@@ -281,7 +269,7 @@ class NodeThread:
         if now >= self._beat_at + beat_seconds and not connection.end:
             self._beat_at = now
             self._beats.append(now)
-            connection.send(Beat())
+            connection.send(encode_message(Beat()))
         connection.flush()
         if now - self._heard_at > self._rendezvous.node_timeout:
             connection.end = connection.end or "it sends no sign of life"
@@ -301,8 +289,7 @@ class NodeThread:
         if not isinstance(message, MessageToNode):
             raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
         if isinstance(message, Beat):
-            if self._beats:
-                self._local_ranks.renew_lease(self._beats.popleft())
+            self._renew_lease()
         elif isinstance(message, Joined):
             self._log_wait(message)
         elif isinstance(message, Refused):
@@ -315,26 +302,43 @@ class NodeThread:
         text = "%d of %d nodes have joined at %s; waiting up to %.0f s for more"
         self._deferred_log.warning(text, joined.present, joined.needed, self._joining.endpoint, seconds)
 
+    def _renew_lease(self) -> None:
+        """Let the ranks run for a while, since the coordinator has answered a Beat of this node."""
+        if self._beats:
+            sent_at, timeout = self._beats.popleft(), self._rendezvous.node_timeout
+            lease = Lease(sent_at + STOP_SHARE * timeout, sent_at + KILL_SHARE * timeout)
+            self._watcher.post(self._watcher.loop.renew_lease, lease)
+
     def _execute(self, actions: list[NodeAction]) -> None:
+        post, loop = self._watcher.post, self._watcher.loop
         for action in actions:
-            if isinstance(action, SendMessage):
-                message = action.message
-                if isinstance(message, AttemptReport):
-                    message = replace(message, port=self._local_ranks.reserve_port())
-                if self._connection is not None and not self._connection.end:
-                    self._connection.send(message)
+            if isinstance(action, MessageToCoordinator):
+                self._send(action)
             elif isinstance(action, StartRanks):
-                self._local_ranks.start()
-            elif isinstance(action, StopRanks):
-                self._local_ranks.stop(action)
-            elif isinstance(action, HoldRanks):
-                self._local_ranks.hold(action)
-            elif isinstance(action, AgreeOnStep):
-                self._local_ranks.agree_on_step(action)
+                self._start_ranks(action.setups)
+            elif isinstance(action, HoldSteps):  # the watcher thread calls `on_steps_held` when they hold
+                post(loop.request_stop, StopRequested(action.cause, is_from_job=True))
+            elif isinstance(action, StopAtStep):
+                post(loop.agree_on_step, action.after_step, action.cause)
             elif isinstance(action, Rejoin):
                 self._connect()
             else:
-                self._local_ranks.notify_caller(action)
+                if isinstance(action, StopAttempt):
+                    post(loop.cancel_attempt)  # the caller's thread logs why: a logging handler may be slow
+                self._notify_caller(action)
+
+    def _send(self, message: MessageToCoordinator) -> None:
+        if isinstance(message, AttemptReport):
+            message = replace(message, port=self._reserve_port())
+        if self._connection is not None and not self._connection.end:
+            self._connection.send(encode_message(message))
+
+    def _reserve_port(self) -> int:
+        # The new port is reserved before the old port is released, so the two differ.
+        earlier, self._port_socket = self._port_socket, reserve_port()
+        if earlier is not None:
+            earlier.close()
+        return int(self._port_socket.getsockname()[1])
 
     # ---- the connection
 
@@ -358,7 +362,7 @@ class NodeThread:
             run_id=self._rendezvous.run_id,
             hostname=platform.node(),
             address=address,
-            port=self._local_ranks.reserve_port(),
+            port=self._reserve_port(),
             nprocs=self._spec.nprocs,
             role=self._spec.role,
             rank=self._rendezvous.rank,
@@ -366,17 +370,12 @@ class NodeThread:
             grace_period=float(self._spec.grace_period),
             join_timeout=float(self._rendezvous.join_timeout),
             seconds_left=None if left == math.inf else max(0.0, left),
-            job_config=make_job_config(self._spec),
+            options=list_job_options(self._spec),
         )
 
     def _serve(self, listener: socket.socket) -> Server:
-        server = Server(
-            listener,
-            make_coordinator(self._spec, has_own_node=True),
-            secret=self._rendezvous.key,
-            node_timeout=self._rendezvous.node_timeout,
-            log_warning=self._log_warning,
-        )
+        coordinator = make_coordinator(self._spec, has_own_node=True)
+        server = Server(listener, coordinator, self._rendezvous, self._log_warning)
         server.start()
         return server
 

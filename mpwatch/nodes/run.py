@@ -1,7 +1,4 @@
-"""Starts a run of several nodes on this node.
-
-This module is like watcher/run.py, but uses a NodeThread to communicate with the other nodes.
-"""
+"""Starts a run of several nodes on this node. It is as watcher/run.py, with a NodeThread besides."""
 
 import math
 from collections.abc import Callable
@@ -32,18 +29,7 @@ def run_multi_node(
     payload: Payload | None = None,
     on_start: Callable[[Caller], object] | None = None,
 ) -> RunResult[T]:
-    """Join the other nodes, and run the function with them until the job is over.
-
-    Args:
-        spec: the options of the run, with a `rendezvous`.
-        make_view: makes the live view.
-        payload: see `run_single_node`.
-        on_start: see `run_single_node`.
-
-    Raises LaunchError. If a signal such as SIGINT comes during the run, the calling program's handler for this signal runs
-    at the end of the run. If the handler raises an exception, such as KeyboardInterrupt, `run_multi_node` raises the same
-    exception.
-    """
+    """Join the other nodes, and run the function with them until the job is over. See `run_single_node`."""
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
     check_stop_signals(spec)
@@ -66,7 +52,7 @@ def run_multi_node(
             caller.execute(partial(controller.follow_job, caller, payload))
             watcher.drain_output(caller.drain_timeout(controller.seconds_left()))
             result = caller.build_result(controller.build_result)
-            if controller.is_job_decided:
+            if controller.job_decision is not None:
                 node_thread.acknowledge_shutdown()
             elif len(caller.signals.received) > 1:  # the user asks for a faster end
                 node_thread.finish_within(0.0)

@@ -1,6 +1,6 @@
 """In a run of several nodes, the caller's thread reports attempts to the coordinator and follows its decisions.
 
-This module is like watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
+It is as watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
     watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> coordinator
@@ -18,25 +18,23 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
-from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size
+from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size, make_lost_failures
 from mpwatch.nodes.job_verdict import make_records
-from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
-from mpwatch.nodes.local_ranks import NodeUpdate
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
+    AttemptOutcome,
     AttemptReport,
-    LostNode,
     NextStep,
-    NodeOutcome,
     StartAttempt,
+    StopAttempt,
 )
-from mpwatch.nodes.node_machine import PrepareRanks, ReportJob, StopRanks
-from mpwatch.nodes.node_thread import NodeThread
+from mpwatch.nodes.node_thread import NodeThread, NodeUpdate
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
+from mpwatch.results.failure import ProcessFailure, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import make_restart_notes
 from mpwatch.results.run_result import RunResult
@@ -64,27 +62,21 @@ MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
 MAX_MISSING_RANKS_BYTES = 64 * 1024  # of the missing ranks in an AttemptReport
 MAX_REASON = 1000  # characters
 OUTCOMES = {
-    StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED,
-    StopReason.TIMED_OUT: NodeOutcome.TIMED_OUT,
-    StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED,
+    StopReason.SUCCEEDED: AttemptOutcome.SUCCEEDED,
+    StopReason.TIMED_OUT: AttemptOutcome.TIMED_OUT,
+    StopReason.CANCELLED_BY_JOB: AttemptOutcome.STOPPED,
 }
 
 
 class MultiNodeRunController(RunController[T]):
-    """Controls this node's part of a run of several nodes.
-
-    Args:
-        spec: the options of the run.
-        event_bus: publishes the events of the run.
-        node_thread: the thread that exchanges messages with the other nodes.
-    """
+    """This node's part of a run of several nodes, in the caller's thread, except `_start_attempt`."""
 
     def __init__(self, spec: WorkerSpec[T], event_bus: EventBus, node_thread: NodeThread) -> None:
         super().__init__(spec, event_bus)
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
         self._node_thread = node_thread
-        self._job_decision: AttemptDecision | None = None  # the decision that has ended the job
+        self.job_decision: AttemptDecision | None = None  # the decision that has ended the job
         self._latest_decision: AttemptDecision | None = None
         self._latest_start: StartAttempt | None = None
         self._job_failures: dict[int, ProcessFailure] = {}  # the failures in the latest decision, by rank
@@ -92,14 +84,10 @@ class MultiNodeRunController(RunController[T]):
         self._latest_call: Call | None = None  # that was not handled yet
         self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # these wait for the decision of the job
 
-    @property
-    def is_job_decided(self) -> bool:
-        return self._job_decision is not None
-
     def follow_job(self, caller: Caller, payload: Payload) -> None:
         """Take part in the job until its end, or until this node is interrupted. Then no rank is left.
 
-        Raises LaunchError, and any exception that `retry_if` or `env` raises.
+        Raises LaunchError, and what `retry_if` and `env` raise.
         """
         self._prepare(caller, payload)
         self._node_thread.start(caller.watcher, self._start_attempt)
@@ -117,7 +105,7 @@ class MultiNodeRunController(RunController[T]):
         if call is not None and not call.has_ended():
             return False
         is_interrupted = call is not None and call.evidence is not None and call.evidence.signum is not None
-        return self.is_job_decided or is_interrupted or self._watcher.loop.interrupted is not None
+        return self.job_decision is not None or is_interrupted or self._watcher.loop.interrupted is not None
 
     def _serve(self) -> None:
         try:
@@ -130,9 +118,7 @@ class MultiNodeRunController(RunController[T]):
             for update in self._node_thread.take_updates():
                 self._handle_update(update)
         except BaseException as error:
-            # Report the error first. The exception makes the watcher stop the ranks like a signal does. Otherwise the signal
-            # would be reported as the reason.
-            self._abort(error)
+            self._abort(error)  # first, since the watcher then stops the ranks, as if for a signal
             raise
 
     def build_result(self) -> RunResult[T]:
@@ -147,7 +133,6 @@ class MultiNodeRunController(RunController[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 
     def end_with_error(self, error: BaseException) -> None:
-        """End the run because of an error that is not the failure of a rank."""
         self._abort(error)
         super().end_with_error(error)
 
@@ -158,39 +143,31 @@ class MultiNodeRunController(RunController[T]):
         is_known = attempt is None or (decision is not None and decision.attempt >= attempt.number)
         failures = () if attempt is None or is_known else _encode_failures(attempt)
         reason = summarize_exception(error)[:MAX_REASON]
-        self._node_thread.abort(AttemptReport(0, NodeOutcome.ABORTED, failures=failures, reason=reason))
+        self._node_thread.abort(AttemptReport(0, AttemptOutcome.ABORTED, failures=failures, reason=reason))
         self._publish_pending_outcomes()
 
     def _handle_update(self, update: NodeUpdate) -> None:
         if isinstance(update, BaseException):
             raise update
-        if isinstance(update, PrepareRanks):
-            self._prepare_ranks(update.start)
+        if isinstance(update, StartAttempt):
+            self._prepare_ranks(update)
             return
-        if isinstance(update, StopRanks):
+        if isinstance(update, StopAttempt):
             log_now(logging.INFO, "the ranks of this node are stopped: %s", update.reason)
             return
-        self._latest_decision = decision = self._restore_root_cause(update.decision)
+        self._latest_decision = decision = self._restore_root_cause(update)
         self._record_decision(decision)
-        if isinstance(update, ReportJob):
-            self._end_job(decision)
+        if decision.ends_job:
+            self.job_decision = decision
+            if decision.next_step is NextStep.FAILED and self._latest_start is None:
+                raise LaunchError(decision.reason)
 
     def _prepare_ranks(self, start: StartAttempt) -> None:
         self._missing_ranks.clear()
         self._latest_start = start
-        facts: dict[str, Any] = {
-            "attempt": start.attempt,
-            "job": self._rendezvous.run_id,
-            "group_rank": start.group_rank,
-            "group_world_size": start.group_world_size,
-            "world_size": start.world_size,
-            "role_rank": start.first_role_rank,
-            "role_world_size": start.role_world_size,
-            "master_addr": start.master_addr,
-            "master_port": start.master_port,
-        }
         assert isinstance(self._spec.nprocs, int)
-        shared = {name: facts[name] for name in ("world_size", "group_rank", "group_world_size", "role_world_size")}
+        names = ("group_rank", "group_world_size", "world_size", "role_world_size", "master_addr", "master_port")
+        facts = {name: getattr(start, name) for name in names}
         workers = [
             Worker(
                 rank=start.first_rank + local_rank,
@@ -200,18 +177,16 @@ class MultiNodeRunController(RunController[T]):
                 role_rank=start.first_role_rank + local_rank,
                 restart_count=start.attempt,
                 run_id=self._rendezvous.run_id,
-                master_addr=start.master_addr,
-                master_port=start.master_port,
-                **shared,
+                **facts,
             )
             for local_rank in range(self._spec.nprocs)
         ]
-        self.event_bus.ranks = [worker.rank for worker in workers]
-        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, **facts)
+        ranks = self.event_bus.ranks = [worker.rank for worker in workers]
+        facts |= {"attempt": start.attempt, "job": self._rendezvous.run_id, "role_rank": start.first_role_rank}
+        self.event_bus.publish(RendezvousCompleted, ranks, **facts)
         setups = build_rank_setups(self._spec, workers)
-        # The node thread ignores the setups if the attempt has been stopped meanwhile.
-        hand_over = partial(self._node_thread.set_rank_setups, start, setups)
-        self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, hand_over)
+        start_ranks = partial(self._node_thread.start_ranks, start.attempt, setups)
+        self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, start_ranks)
 
     def _record_attempt(self, evidence: AttemptObservations) -> RunResult[T]:
         self._last_attempts.clear()  # not before: a signal may come before the next attempt
@@ -240,34 +215,28 @@ class MultiNodeRunController(RunController[T]):
         missing = find_missing_ranks(observations, result) if may_be_missed else []
         self._missing_ranks = {failure.rank: failure for failure in missing}
         failures = _encode_failures(result)
-        missing_ranks = limit_total_size(map(encode_failure, missing), MAX_MISSING_RANKS_BYTES)
         failed_attempt = self._build_failed_attempt(observations, result)
         states = result.worker_states if stop_reason in (StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB) else {}
         is_restart_possible = has_failed and self._spec.policy.max_restarts
         no_restart_reason = find_no_restart_reason(self._spec.policy, failed_attempt) if is_restart_possible else ""
         return AttemptReport(
             attempt=0,  # NodeMachine.report_attempt fills it in
-            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(stop_reason, NodeOutcome.FAILED),
+            outcome=AttemptOutcome.FAILED if has_failed else OUTCOMES.get(stop_reason, AttemptOutcome.FAILED),
             failures=failures,
             failures_omitted=len(result.failures) - len(failures),
             waited_for_other_nodes=are_victims and not waiting.isdisjoint(result.failures),
             may_be_victim=result.root_cause is not None and result.root_cause.rank in possible_victims,
-            missing_ranks=missing_ranks,
-            missing_ranks_omitted=len(missing) - len(missing_ranks),
+            missing_ranks=limit_total_size(map(encode_failure, missing), MAX_MISSING_RANKS_BYTES),
             collectives=records,
             no_restart_reason=no_restart_reason[:MAX_REASON],
             reason=result.reason[:MAX_REASON],
             unfinished=tuple(rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED),
             healthy_seconds=max(0.0, observations.healthy_seconds),
-            step=-1 if failed_attempt.step is None else min(max(failed_attempt.step, -1), MAX_INTEGER),
+            step=-1 if failed_attempt.step is None else max(failed_attempt.step, -1),
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """Return the decision, and add the root cause if the decision does not contain it.
-
-        If no further attempt can start on this node, the node thread itself makes a decision (NO_ATTEMPT) without a root
-        cause. For NO_ATTEMPT, this method takes the root cause from the latest decision about an attempt.
-        """
+        """NO_ATTEMPT: this node cannot join again. Then the cause is still that of the attempt before."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
@@ -285,7 +254,7 @@ class MultiNodeRunController(RunController[T]):
         if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
             state = WorkerState.STOPPED  # since nodes wait to join. Failures of ranks are only consequences of the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
-        if decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
+        if not decision.ends_job:
             self.event_bus.publish(
                 Restarting,
                 self.event_bus.ranks,
@@ -298,15 +267,12 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures that the coordinator's decision contains, as a dict with the failed ranks as keys."""
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
         found: dict[int, ProcessFailure] = {}
         for node in decision.lost_nodes:
-            if node.first_rank >= 0:
-                ranks = range(node.first_rank, node.first_rank + node.nprocs)
-                found |= {rank: _make_lost_failure(node, tuple(ranks), rank) for rank in ranks}
+            found |= {failure.rank: failure for failure in make_lost_failures(node)}
         for encoded in decision.failures:
             try:
                 failure = decode_failure(encoded)
@@ -320,41 +286,25 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return `failure` with all facts that this node knows about the failed rank.
-
-        Call this method only if the failed rank is on this node.
-        """
+        """Add what only this node knows of its rank, such as the exception itself."""
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
             stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
             return replace(failure, stack="".join(stacks))
         if failure.evidence == local.evidence:
             return replace(local, is_secondary=failure.is_secondary)
-        return replace(
-            local,
-            kind=failure.kind,
-            evidence=failure.evidence,
-            summary=failure.summary,
-            is_secondary=failure.is_secondary,
-        )
-
-    def _end_job(self, decision: AttemptDecision) -> None:
-        self._job_decision = decision
-        if decision.next_step is NextStep.FAILED and self._latest_start is None:
-            raise LaunchError(decision.reason)
+        names = ("kind", "evidence", "summary", "is_secondary")
+        return replace(local, **{name: getattr(failure, name) for name in names})
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Store the outcomes of the ranks until the coordinator has decided which rank failed first."""
+        """Keep them until the coordinator has decided which rank failed first."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that `_publish_outcomes` has stored, if there are any.
-
-        If `failures` is None, publish the failures that this node itself has found.
-        """
+        """With these failures, or with those that this node itself has found."""
         if self._unpublished is None:
             return
         (observations, result), self._unpublished = self._unpublished, None
@@ -365,11 +315,8 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Return a copy of `local` in which the state and the failures are those of the whole job.
-
-        `local` is the result of this node's ranks.
-        """
-        decision = self._job_decision
+        """Give the result of this node's ranks the state and the failures of the whole job."""
+        decision = self.job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED
             return replace(local, state=WorkerState.STOPPED) if is_success else local
@@ -390,21 +337,6 @@ class MultiNodeRunController(RunController[T]):
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
-    """Encode failures for the other nodes: first the root cause, and then more failures up to the size limit."""
+    """The root cause comes first."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
-
-
-def _make_lost_failure(node: LostNode, ranks: tuple[int, ...], rank: int) -> ProcessFailure:
-    failure = ProcessFailure(
-        rank=rank,
-        local_rank=rank - node.first_rank,
-        pid=None,
-        hostname=node.hostname,
-        group_rank=node.group_rank,
-        node_ranks=ranks,
-        kind=FailureKind.LOST,
-        exit_code=1,
-        evidence=node.reason,
-    )
-    return add_summary(failure)

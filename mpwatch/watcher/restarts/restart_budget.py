@@ -5,7 +5,7 @@ This module reads no clock: its caller passes the times.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import random
 
 from mpwatch.options.restart_policy import PROGRAMMING_ERRORS, RestartPolicy
@@ -41,38 +41,24 @@ class RestartDecision:
     """Why the ranks are not restarted. The text is empty if they are restarted, or if the policy has max_restarts=0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartCounters:
-    restarts_used: int = 0
-    """Restarts since the first start, or since `reset_after` has set the count to 0."""
-    furthest_step: int = -1
-    """The highest step that a rank has reported."""
-    stalled_attempts: int = 0
-    """The number of attempts in a row that reached no new highest step. The first attempt never counts."""
-    is_first_attempt: bool = True
-
-
-NO_ATTEMPTS = RestartCounters()
-
-
 class RestartBudget:
     """Counts restarts, and decides whether another is allowed. `rng` returns a number from 0 to 1, for the jitter."""
 
-    def __init__(
-        self, policy: RestartPolicy, rng: Callable[[], float] = random, counters: RestartCounters = NO_ATTEMPTS
-    ) -> None:
-        self._policy = policy
-        self._rng = rng
-        self.counters = counters
+    def __init__(self, policy: RestartPolicy, rng: Callable[[], float] = random) -> None:
+        self._policy, self._rng = policy, rng
+        self.restarts_used = 0  # since the first start, or since `reset_after` has set the count to 0
+        self._furthest_step = -1  # that a rank has reported
+        self._stalled_attempts = 0  # in a row, that reached no new highest step. The first attempt never counts
+        self._is_first_attempt = True
 
     def decide(self, failed_attempt: FailedAttempt) -> RestartDecision:
         policy = self._policy
         if not policy.max_restarts:
             return RestartDecision()
         self._count(failed_attempt)
-        if self.counters.restarts_used >= policy.max_restarts:
+        if self.restarts_used >= policy.max_restarts:
             return RestartDecision(no_restart_reason=f"all restarts are used up (max_restarts={policy.max_restarts})")
-        if policy.max_no_progress is not None and self.counters.stalled_attempts >= policy.max_no_progress:
+        if policy.max_no_progress is not None and self._stalled_attempts >= policy.max_no_progress:
             return RestartDecision(no_restart_reason=self._describe_no_progress())
         if failed_attempt.no_restart_reason is None:
             reason = find_no_restart_reason(policy, failed_attempt)
@@ -86,30 +72,27 @@ class RestartBudget:
             return RestartDecision(
                 no_restart_reason=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s"
             )
-        self.counters = replace(self.counters, restarts_used=self.counters.restarts_used + 1)
-        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.counters.restarts_used)
+        self.restarts_used += 1
+        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.restarts_used)
 
     def _count(self, failed_attempt: FailedAttempt) -> None:
-        known, reset_after = self.counters, self._policy.reset_after
+        reset_after = self._policy.reset_after
+        if reset_after is not None and failed_attempt.healthy_seconds >= reset_after:
+            self.restarts_used = 0
         step = -1 if failed_attempt.step is None else failed_attempt.step
-        was_healthy = reset_after is not None and failed_attempt.healthy_seconds >= reset_after
-        has_progressed = step > known.furthest_step or known.is_first_attempt
-        self.counters = RestartCounters(
-            restarts_used=0 if was_healthy else known.restarts_used,
-            furthest_step=max(known.furthest_step, step),
-            stalled_attempts=0 if has_progressed else known.stalled_attempts + 1,
-            is_first_attempt=False,
-        )
+        has_progressed = step > self._furthest_step or self._is_first_attempt
+        self._stalled_attempts = 0 if has_progressed else self._stalled_attempts + 1
+        self._furthest_step, self._is_first_attempt = max(self._furthest_step, step), False
 
     def _describe_no_progress(self) -> str:
-        furthest, stalled = self.counters.furthest_step, self.counters.stalled_attempts
+        furthest, stalled = self._furthest_step, self._stalled_attempts
         how_far = f"no step beyond {furthest} was reported" if furthest >= 0 else "no step was reported"
         times = f"{stalled} restarts in a row" if stalled > 1 else "the last restart"
         return f"{how_far} after {times} (max_no_progress={self._policy.max_no_progress})"
 
     def _compute_delay(self) -> float:
         policy = self._policy
-        doublings = min(self.counters.restarts_used, 1000)  # 2.0**1024 raises OverflowError
+        doublings = min(self.restarts_used, 1000)  # 2.0**1024 raises OverflowError
         delay = min(policy.delay * 2.0**doublings, policy.max_delay)
         return min(delay * (1 + policy.jitter * (2 * self._rng() - 1)), policy.max_delay)
 

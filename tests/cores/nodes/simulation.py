@@ -10,9 +10,9 @@ import random
 from enum import Enum, auto
 from functools import wraps
 
-from mpwatch import RestartPolicy
+from mpwatch import Rendezvous, RestartPolicy
 from mpwatch.nodes import coordinator, messages, node_machine
-from mpwatch.nodes.messages import NodeOutcome
+from mpwatch.nodes.messages import AttemptOutcome
 
 LATENCY, TIMEOUT = 0.05, 15.0
 JOIN_TIMEOUT = 120.0
@@ -73,24 +73,24 @@ class Node:
     def execute(self, actions):
         job = self.job
         for action in actions:
-            if isinstance(action, node_machine.SendMessage):
-                job.send_to_coordinator(self.connection, action.message)
-            elif isinstance(action, node_machine.PrepareRanks):
-                self.start = action.start
-                job.after(self.env_seconds, lambda start=action.start: self.make_environments(start))
+            if isinstance(action, messages.MessageToCoordinator):
+                job.send_to_coordinator(self.connection, action)
+            elif isinstance(action, messages.StartAttempt):
+                self.start = action
+                job.after(self.env_seconds, lambda start=action: self.make_environments(start))
             elif isinstance(action, node_machine.StartRanks):
                 self.start_ranks()
-            elif isinstance(action, node_machine.StopRanks):
-                self.stop(NodeOutcome.STOPPED)
-            elif isinstance(action, node_machine.HoldRanks):
+            elif isinstance(action, messages.StopAttempt):
+                self.stop(AttemptOutcome.STOPPED)
+            elif isinstance(action, messages.HoldSteps):
                 job.after(0.002, self.report_steps)
-            elif isinstance(action, node_machine.AgreeOnStep):
+            elif isinstance(action, messages.StopAtStep):
                 self.stop_step = action.after_step
                 self.let_ranks_return(0.6)
             elif isinstance(action, node_machine.Rejoin):
                 self.connect()
-            elif isinstance(action, node_machine.ReportJob):
-                self.decision = action.decision
+            elif action.ends_job:
+                self.decision = action
                 self.execute(self.machine.acknowledge_shutdown())
 
     @when_awake
@@ -98,10 +98,10 @@ class Node:
         if not self.is_alive or self.start is not start or self.machine.stage is not node_machine.NodeStage.PREPARING:
             return
         if self.has_failing_env:
-            self.execute(self.machine.abort(messages.AttemptReport(0, NodeOutcome.ABORTED, reason="env")))
+            self.execute(self.machine.abort(messages.AttemptReport(0, AttemptOutcome.ABORTED, reason="env")))
             self.end()
         else:
-            self.execute(self.machine.start_ranks(start.attempt))
+            self.execute(self.machine.start_ranks(start.attempt, []))
 
     # ranks
 
@@ -122,13 +122,13 @@ class Node:
     @when_awake
     def return_(self, number):
         if number == self.start_number and self.ranks is Ranks.RUNNING:
-            self.stop(NodeOutcome.SUCCEEDED)
+            self.stop(AttemptOutcome.SUCCEEDED)
 
     def stop(self, outcome):
         """Stop the ranks. The node reports `outcome`, or nothing if that is None."""
         if self.is_alive and self.ranks in (Ranks.STARTING, Ranks.RUNNING):
             self.ranks = Ranks.STOPPING
-            if outcome is NodeOutcome.FAILED:
+            if outcome is AttemptOutcome.FAILED:
                 self.execute(self.machine.report_failing())
             self.job.after(EXIT_SECONDS, lambda: self.reap(outcome))
 
@@ -136,7 +136,7 @@ class Node:
     def reap(self, outcome):
         self.ranks = Ranks.NONE
         if self.is_alive and outcome is not None:
-            failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
+            failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
             self.execute(self.machine.report_ranks_stopped())
             self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 
@@ -154,7 +154,7 @@ class Node:
     @when_awake
     def fail_rank(self):
         if self.ranks is Ranks.RUNNING:
-            self.stop(NodeOutcome.FAILED)
+            self.stop(AttemptOutcome.FAILED)
 
     def kill(self):
         self.end()
@@ -166,7 +166,7 @@ class Node:
             return
         self.asleep_until = job.now + seconds
         if seconds > LEASE_SECONDS:
-            job.after(seconds, lambda: self.stop(NodeOutcome.STOPPED))  # the lease has expired
+            job.after(seconds, lambda: self.stop(AttemptOutcome.STOPPED))  # the lease has expired
         if seconds > TIMEOUT:
             job.after(TIMEOUT, lambda: job.lose(connection, "it is silent"))
 
@@ -175,7 +175,7 @@ class Node:
         job, connection = self.job, self.connection
         job.cuts[connection] = job.now + seconds
         if seconds > LEASE_SECONDS:
-            job.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(NodeOutcome.STOPPED))
+            job.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(AttemptOutcome.STOPPED))
         if seconds > TIMEOUT:
             job.after(TIMEOUT, lambda: self.lose_coordinator(connection))
             job.after(TIMEOUT + 1.0, lambda: job.lose(connection, "it is silent"))
@@ -210,18 +210,11 @@ class SimulatedJob:
     def __init__(self, n, *, nprocs=2, nnodes=None, max_restarts=10**6, work=60.0, seed=0):
         self.now, self._ticket, self._heap = 0.0, itertools.count(), []
         self.rng = random.Random(seed)
-        self.nprocs, self.nnodes, self.work = nprocs, nnodes or (n, n), work
+        self.nprocs, self.work = nprocs, work
         self.messages, self.overlaps, self.decisions = 0, [], []
         self._check_at = None  # when the next deadline of the coordinator is checked
-        self.coordinator = coordinator.Coordinator(
-            run_id="job",
-            nnodes=self.nnodes,
-            policy=RestartPolicy(max_restarts),
-            node_timeout=TIMEOUT,
-            exit_barrier_timeout=300.0,
-            last_call=1.0,
-            rng=self.rng.random,
-        )
+        rendezvous = Rendezvous("n00000", "job", nnodes or n, node_timeout=TIMEOUT, last_call_timeout=1.0)
+        self.coordinator = coordinator.Coordinator(rendezvous, RestartPolicy(max_restarts), rng=self.rng.random)
         self._connections, self._arrivals, self.cuts = [], {}, {}
         self.nodes = {}
         for number in range(n):
@@ -243,9 +236,8 @@ class SimulatedJob:
     def connect(self, node):
         number = len(self._connections)
         self._connections.append(node)
-        config = messages.JobConfig(())
         info = messages.NodeInfo(
-            "job", node.name, node.name, 1, self.nprocs, "default", None, False, 10.0, JOIN_TIMEOUT, None, config
+            "job", node.name, node.name, 1, self.nprocs, "default", None, False, 10.0, JOIN_TIMEOUT, None, {}
         )
         self._deliver(number, lambda: self.act(self.coordinator.join(number, info, self.now)))
         return number

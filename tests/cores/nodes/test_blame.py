@@ -7,21 +7,19 @@ import pytest
 from mpwatch import FailureKind, ProcessFailure, RestartPolicy
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
 from mpwatch.nodes.frames import MAX_BYTES
-from mpwatch.nodes.job_decision import AttemptSummary, decide_next_step
-from mpwatch.nodes.json_codec import dump_json
+from mpwatch.nodes.job_decision import JobAttempt
 from mpwatch.nodes.messages import (
+    AttemptOutcome,
     AttemptReport,
-    JobConfig,
     NextStep,
     NodeInfo,
-    NodeOutcome,
     RankRecord,
-    RestartHistory,
     encode_message,
 )
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import add_summary
 from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
 ONCE, AGAIN = RestartPolicy(0), RestartPolicy(1)
 DONE, FAILED, RESTART, REJOIN = NextStep.DONE, NextStep.FAILED, NextStep.RESTART, NextStep.RE_RENDEZVOUS
@@ -31,35 +29,33 @@ VICTIM, MISSING = {"rank": 0, "is_secondary": True}, {"rank": 1, "is_secondary":
 
 
 def report(node, outcome, *failures, **details):
-    return AttemptReport(0, NodeOutcome[outcome], node, failures=failures, **details)
+    """Return the number of the node, and its report."""
+    return node, AttemptReport(0, AttemptOutcome[outcome], failures=failures, **details)
 
 
-def decide(*reports, policy=ONCE, first_ranks=None, host=None, **facts):
-    """Decide about an attempt of nodes with one rank each. `order` is that in which ranks failed."""
-    lost = facts.pop("lost_nodes", {})
-    nodes = sorted({*(of_node.group_rank for of_node in reports), *lost})
-    infos = {
-        node: NodeInfo(
-            "job", f"host{node}", "", 1, 1, "default", None, node == host, 10.0, 600.0, None, JobConfig(()), group_rank=node
-        )
-        for node in nodes
-    }
-    known = {
-        "attempt": 0,
-        "history": RestartHistory(),
-        "size": len(nodes),
-        "min_nodes": len(nodes),
-        "waiting_nodes": 0,
-        "failure_order": [of_node.group_rank for of_node in reports if of_node.outcome is NodeOutcome.FAILED],
-    }
-    summary = AttemptSummary(
-        **known | facts,
-        node_infos=infos,
-        first_ranks=first_ranks or {node: node for node in nodes},
-        reports={of_node.group_rank: of_node for of_node in reports},
-        lost_nodes=lost,
+def decide(*reports, policy=ONCE, sizes=None, host=None, lost_nodes=(), newcomers=0, min_nodes=None, stop_cause="", **facts):
+    """Decide about an attempt of nodes with one rank each, unless `sizes` has other numbers."""
+    reports, lost = dict(reports), dict(lost_nodes)
+    nodes = range(len(reports.keys() | lost.keys()))
+    sizes = sizes or dict.fromkeys(nodes, 1)
+    attempt = JobAttempt(
+        infos=[
+            NodeInfo("job", f"host{node}", "", 1, sizes.get(node, 1), "default", None, node == host, 10.0, 600.0, None, {})
+            for node in nodes
+        ],
+        failure_order=[node for node, of_node in reports.items() if of_node.outcome is AttemptOutcome.FAILED],
+        reports=reports,
+        lost=lost,
+        **facts,
     )
-    return decide_next_step(summary, policy)
+    least = len(nodes) if min_nodes is None else min_nodes
+    budget = RestartBudget(policy)
+    return attempt.decide(policy, budget, min_nodes=least, newcomers=newcomers, stop_cause=stop_cause)
+
+
+def refuse(of_node, reason):
+    node, known = of_node
+    return node, replace(known, no_restart_reason=reason)
 
 
 OK0, OK1 = report(0, "SUCCEEDED"), report(1, "SUCCEEDED")
@@ -70,7 +66,7 @@ SILENT0 = report(0, "FAILED", OWN, waited_for_other_nodes=True)
 WAITED0 = report(0, "FAILED", VICTIM, waited_for_other_nodes=True)
 VICTIM0 = report(0, "FAILED", VICTIM)
 AWAY1 = report(1, "STOPPED", missing_ranks=(MISSING,))
-STOPPED_FIRST = {"stopped_for_waiting_nodes": True, "waiting_nodes": 1}
+STOPPED_FIRST = {"was_stopped_for_newcomers": True, "newcomers": 1}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ def test_the_reason_why_a_job_ends_without_a_restart_is_named(reports, facts, bl
     ("reports", "facts", "next_step", "left", "is_counted"),
     [
         ([OWN0, STOPPED1], {}, RESTART, 0, True),
-        ([OWN0, STOPPED1], {"waiting_nodes": 1}, REJOIN, 0, True),
+        ([OWN0, STOPPED1], {"newcomers": 1}, REJOIN, 0, True),
         ([OK0], {"lost_nodes": {1: "gone"}}, REJOIN, 0, True),
         ([OK0], {"lost_nodes": {1: "gone"}, "min_nodes": 1}, REJOIN, 1, False),
         ([VICTIM0, STOPPED1], STOPPED_FIRST, REJOIN, 1, False),
@@ -164,7 +160,7 @@ def test_the_policy_is_asked_about_the_rank_that_is_blamed():
     """If `retry_if` is a function, its answer about the victim counts: it has seen no other failure."""
     hangs, others = (RestartPolicy(1, retry_if=[kind]) for kind in (FailureKind.HANG, FailureKind.EXCEPTION))
     by_function = RestartPolicy(1, retry_if=lambda _: False)
-    refused = replace(WAITED0, no_restart_reason="it is not wanted")
+    refused = refuse(WAITED0, "it is not wanted")
     assert decide(refused, AWAY1, policy=hangs).next_step is RESTART
     assert decide(WAITED0, AWAY1, policy=others).no_restart_reason
     assert decide(refused, AWAY1, policy=by_function).no_restart_reason == "it is not wanted"
@@ -174,7 +170,7 @@ def test_a_decision_with_many_long_failures_fits_into_a_message():
     n = 64
     long = [report(node, "FAILED", {"rank": node, "is_secondary": node != 7, "text": "x" * 60_000}) for node in range(n)]
     decision = decide(*long)
-    assert len(dump_json(encode_message(decision)).encode()) < MAX_BYTES
+    assert len(encode_message(decision)) < MAX_BYTES
     assert decision.root_cause_rank == decision.failures[0]["rank"] == 7
     assert decision.failures_omitted == n - len(decision.failures)
 
@@ -219,7 +215,7 @@ def decide_on_collectives(failures, first, second, more=(), **facts):
     of_first = report(0, "FAILED", *failures, waited_for_other_nodes=VICTIM in failures, collectives=tuple(first))
     missing = {"missing_ranks": (HUNG,)} if second is LATE else {}
     of_second = report(1, "FAILED" if more else "STOPPED", *more, collectives=tuple(second), **missing)
-    return decide(of_first, of_second, first_ranks={0: 0, 1: 2}, **facts)
+    return decide(of_first, of_second, sizes={0: 2}, **facts)
 
 
 @pytest.mark.parametrize(

@@ -12,27 +12,19 @@ from hypothesis import strategies as st
 from cores.nodes.samples import make_sample
 from mpwatch.nodes.coordinator import check_failures
 from mpwatch.nodes.frames import FIRST_BYTES, ForeignProgramError, Framing, SecretMismatchError
-from mpwatch.nodes.json_codec import InvalidMessageError, from_json, to_json
-from mpwatch.nodes.messages import (
-    MESSAGE_TYPES,
-    AttemptReport,
-    JobConfig,
-    NodeInfo,
-    decode_message,
-    encode_message,
-)
+from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.nodes.messages import MESSAGE_TYPES, AttemptReport, NodeInfo, decode_message, encode_message
 
-NODE_INFO = NodeInfo(
-    "job", "host", "10.0.0.1", 29500, 8, "trainer", None, False, 10.0, 600.0, None, JobConfig((("nnodes", "2"),))
-)
+NODE_INFO = NodeInfo("job", "host", "10.0.0.1", 29500, 8, "trainer", None, False, 10.0, 600.0, None, {"nnodes": "2"})
 WHOLE = st.integers(-(10**19) + 1, 10**19 - 1)
 LEAVES = st.none() | st.booleans() | WHOLE | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4))
-BODIES = st.dictionaries(st.text(), JSON, max_size=5)
+BODIES = st.binary(max_size=100)
 
 
-def through_json(data):
-    return json.loads(json.dumps(data))
+def change(message, **fields):
+    """Return the encoded message with other values of these fields."""
+    return json.dumps(json.loads(encode_message(message)) | fields).encode()
 
 
 # --- messages
@@ -41,32 +33,32 @@ def through_json(data):
 @pytest.mark.parametrize("kind", [*MESSAGE_TYPES.values()], ids=lambda kind: kind.__name__)
 def test_every_field_of_a_message_arrives(kind):
     message = make_sample(kind)
-    assert from_json(kind, through_json(to_json(message))) == message
-    assert decode_message(through_json(encode_message(message))) == message
+    assert decode_message(encode_message(message)) == message
 
 
 @given(st.text(st.characters(categories=None)))
 def test_a_message_with_any_text_arrives(hostname):
     """The other nodes would wait for a message that they had to refuse."""
-    arrived = decode_message(through_json(encode_message(dataclasses.replace(NODE_INFO, hostname=hostname))))
+    arrived = decode_message(encode_message(dataclasses.replace(NODE_INFO, hostname=hostname)))
     assert type(arrived) is NodeInfo
     assert arrived.hostname == hostname or not hostname.isprintable()
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("fields", "text"),
     [
         ({"kind": "Shutdown"}, "no message of kind 'Shutdown'"),
         ({"nprocs": "8"}, r"NodeInfo\.nprocs must be a whole number"),
-        ({"grace_period": float("nan")}, r"NodeInfo\.grace_period must be a finite number"),
+        ({"grace_period": float("nan")}, "NaN is not a JSON number"),
+        ({"nprocs": 10**20}, r"NodeInfo\.nprocs must be a whole number"),
         ({"hostname": "\x1b[2J"}, r"NodeInfo\.hostname must be a text"),
-        ({"job_config": {}}, r"NodeInfo\.job_config\.items is missing"),
+        ({"options": {"nnodes": 2}}, r"NodeInfo\.options\['nnodes'\] must be a text"),
         ({"more": 1}, "NodeInfo has no field 'more'"),
     ],
 )
-def test_the_bad_field_of_a_message_is_named(change, text):
+def test_the_bad_field_of_a_message_is_named(fields, text):
     with pytest.raises(InvalidMessageError, match=text) as caught:
-        decode_message(encode_message(NODE_INFO) | change)
+        decode_message(change(NODE_INFO, **fields))
     assert len(str(caught.value)) < 300
 
 
@@ -78,10 +70,10 @@ def test_a_failure_without_its_rank_is_refused():
 
 @given(st.sampled_from(list(MESSAGE_TYPES.values())), st.data())
 def test_a_message_with_a_changed_field_is_refused_or_is_another_message(kind, data):
-    body = encode_message(make_sample(kind))
-    name = data.draw(st.sampled_from(sorted(body)))
+    message = make_sample(kind)
+    name = data.draw(st.sampled_from(["kind", *(field.name for field in dataclasses.fields(kind))]))
     with suppress(InvalidMessageError):
-        assert type(decode_message(body | {name: data.draw(JSON)})) in MESSAGE_TYPES.values()
+        assert type(decode_message(change(message, **{name: data.draw(JSON)}))) in MESSAGE_TYPES.values()
 
 
 # --- frames
@@ -90,7 +82,7 @@ def test_a_message_with_a_changed_field_is_refused_or_is_another_message(kind, d
 def connect(secret=b"secret", other=None):
     """Return both ends of a connection, after their greetings."""
     server, node = Framing(secret, is_server=True), Framing(secret if other is None else other, is_server=False)
-    assert node.feed(server.greeting) == server.feed(node.greeting) == []
+    assert [*node.feed(server.greeting), *server.feed(node.greeting)] == []
     return server, node
 
 
@@ -113,16 +105,16 @@ def test_a_changed_bit_is_detected(body, data):
     frame = bytearray(node.encode(body))
     frame[data.draw(st.integers(4, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(InvalidMessageError, match="wrongly signed"):
-        server.feed(bytes(frame))
+        list(server.feed(bytes(frame)))
 
 
 def test_a_frame_is_accepted_once_by_one_end_of_one_connection():
     server, node = connect()
-    frame = node.encode({"kind": "stop"})
-    assert server.feed(frame) == [{"kind": "stop"}]
+    frame = node.encode(b"stop")
+    assert list(server.feed(frame)) == [b"stop"]
     for reader in (server, node, *connect()):
         with pytest.raises(InvalidMessageError, match="wrongly signed"):
-            reader.feed(frame)
+            list(reader.feed(frame))
 
 
 @pytest.mark.parametrize(
@@ -135,24 +127,24 @@ def test_a_frame_is_accepted_once_by_one_end_of_one_connection():
 )
 def test_each_end_says_how_the_secrets_differ(own, other, why):
     with pytest.raises(SecretMismatchError, match=why):
-        Framing(own, is_server=False).feed(Framing(other, is_server=True).greeting)
+        list(Framing(own, is_server=False).feed(Framing(other, is_server=True).greeting))
 
 
 @given(st.binary(min_size=1))
 def test_garbage_is_refused(data):
     with suppress(InvalidMessageError):
-        assert Framing(b"", is_server=True).feed(data) == []
+        assert list(Framing(b"", is_server=True).feed(data)) == []
     server, _ = connect(b"")
     with suppress(InvalidMessageError):
-        assert all(isinstance(body, dict) for body in server.feed(data))
+        assert all(decode_message(body) for body in server.feed(data))
 
 
 def test_another_program_is_told_from_mpwatch():
     with pytest.raises(ForeignProgramError, match="HTTP"):
-        Framing(b"", is_server=False).feed(b"HTTP/1.1 400 Bad Request")
+        list(Framing(b"", is_server=False).feed(b"HTTP/1.1 400 Bad Request"))
 
 
 def test_the_first_message_of_a_stranger_is_small():
     server, _ = connect(b"")
     with pytest.raises(InvalidMessageError, match="too large"):
-        server.feed((FIRST_BYTES + 1).to_bytes(4, "big"))
+        list(server.feed((FIRST_BYTES + 1).to_bytes(4, "big")))

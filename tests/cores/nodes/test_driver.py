@@ -1,17 +1,20 @@
-"""What the driver of a job on a cluster does by itself: attempts of lost nodes, results, connections."""
+"""What the driver of a job on a cluster does by itself: attempts of lost nodes, results, links to nodes."""
 
 import os
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+import pickle
+import socket
+import threading
+from contextlib import closing
 
 import pytest
 
 import mpwatch
+from mpwatch.cluster import job_server
 from mpwatch.cluster.attempts import JobAttempts
-from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.results import merge_results
-from mpwatch.cluster.signed_connection import SignedConnection
 from mpwatch.events import RendezvousCompleted, Restarting
+from mpwatch.nodes.frames import Framing
+from mpwatch.nodes.messages import LinkHello, encode_message
 
 BASE = {"monotonic": 0.0, "run_id": "job", "ranks": (0,)}
 OF_ROUND = {"group_world_size": 2, "world_size": 2, "role_rank": 0, "role_world_size": 2, "master_port": 1}
@@ -52,21 +55,65 @@ def test_the_reason_is_that_of_a_node_that_the_driver_has_not_stopped():
         assert merge_results(results).reason == chosen
 
 
-def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(eventually):
+# --- Links
+
+
+@pytest.fixture
+def server():
+    rendezvous = mpwatch.Rendezvous("127.0.0.1:1", "job", 1, secret="secret")
+    spec = mpwatch.WorkerSpec(fn=print, nprocs=1, rendezvous=rendezvous)
+    with closing(job_server.JobServer("127.0.0.1", spec, lambda *_: None)) as server:
+        yield server
+
+
+class Node(Framing):
+    """A node that has connected to the driver."""
+
+    def __init__(self, server, number):
+        super().__init__(b"secret", is_server=False)
+        self.socket = socket.create_connection(("127.0.0.1", server.port))
+        self.socket.sendall(self.greeting)
+        while not self.is_greeted:
+            list(self.feed(self.socket.recv(1 << 16)))
+        self.socket.sendall(self.encode(encode_message(LinkHello(number, "host"))))
+
+    def send(self, *message):
+        self.socket.sendall(self.encode(pickle.dumps(message)))
+
+    def close(self):
+        self.socket.close()
+
+
+def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(server, eventually):
     def count_descriptors():
         return len(os.listdir("/proc/self/fd"))
 
-    links = NodeLinks("127.0.0.1", b"secret", lambda *_: None)
     before = count_descriptors()
     for number in range(3):
-        with pytest.raises(AuthenticationError):
-            Client(links.address, authkey=b"another secret")
-        with Client(links.address, authkey=b"secret") as node:
-            link = SignedConnection(node, b"secret", is_driver=False)
-            link.send(("hello", (number, "host")))
-            _, _, (_, connection) = links.messages.get()
-            node.send(("done", None))  # by somebody else, who cannot sign
-        assert links.messages.get() == ("closed", number, connection)
-        links.release(connection)
+        with closing(Node(server, number)) as node:
+            kind, of_node, (hostname, link) = server.messages.get()
+            assert (kind, of_node, hostname) == ("hello", number, "host")
+            node.send("end", None)
+            assert server.messages.get() == ("end", number, None)
+            if number:  # somebody else, who cannot sign
+                node.socket.sendall(node.encode(pickle.dumps(("output", "forged")))[:-1] + b"?")
+            else:
+                link.close()
+                while node.socket.recv(1 << 16):
+                    pass
+            assert server.messages.get() == ("closed", number, link)
     eventually(lambda: count_descriptors() == before)
-    links.close()
+
+
+def test_nodes_wait_while_the_driver_is_behind(server, monkeypatch):
+    """So the driver keeps a few outputs, and not all that nodes print while it writes to a slow terminal."""
+    monkeypatch.setattr(job_server, "MAX_WAITING", 10)
+    count, text = 200, "x" * 100_000
+    with closing(Node(server, 0)) as node:
+        thread = threading.Thread(target=lambda: [node.send("output", (number, text)) for number in range(count)])
+        thread.start()
+        assert server.messages.get()[0] == "hello"
+        for number in range(count):
+            assert server.messages.get() == ("output", 0, (number, text))
+            assert server.messages.qsize() < count / 2
+        thread.join()

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import linecache
 import os
 import traceback
 from contextlib import suppress
@@ -16,16 +15,13 @@ from hypothesis import strategies as st
 from cores.nodes.samples import make_value
 from mpwatch import FailureKind, ProcessFailure
 from mpwatch.nodes.failure_codec import (
-    LOCAL_FIELDS,
     MAX_FAILURE_BYTES,
-    MAX_FRAMES,
-    MIN_FAILURE_BYTES,
     decode_failure,
     encode_failure,
 )
 from mpwatch.nodes.json_codec import InvalidMessageError, dump_json
 
-SENT = {field.name for field in fields(ProcessFailure)} - LOCAL_FIELDS.keys()
+SENT = {field.name for field in fields(ProcessFailure)} - {"exception"}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["OOM", "ValueError", "eval"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -73,15 +69,13 @@ def make_chain():
     return error
 
 
-def test_every_field_of_a_failure_arrives_or_is_explained():
-    """If a new field of ProcessFailure is not sent, LOCAL_FIELDS must list it with the reason."""
+def test_every_field_of_a_failure_arrives():
     hints = get_type_hints(ProcessFailure)
     sent = make_failure(**{name: make_value(hints[name]) for name in SENT})
     back = decode_failure(json.loads(dump_json(encode_failure(sent))))
     for field in fields(ProcessFailure):
-        assert getattr(sent, field.name) != field.default or field.name in LOCAL_FIELDS
+        assert getattr(sent, field.name) != field.default or field.name == "exception"
         assert getattr(back, field.name) == getattr(sent, field.name)
-    assert all(LOCAL_FIELDS.values())
     bare = make_failure(pid=None)
     assert decode_failure(json.loads(dump_json(encode_failure(bare)))) == bare
 
@@ -131,18 +125,17 @@ def test_a_recursion_keeps_its_first_and_last_frames():
         recurse()
     whole = traceback.extract_tb(caught.value.__traceback__)
     kept = traceback.extract_tb(send(caught.value).__traceback__)
-    assert 10 < len(kept) <= MAX_FRAMES < len(whole)  # fewer if the path of this file is long
+    assert 10 < len(kept) < len(whole)
     for end in (0, -1):
         assert (kept[end].name, kept[end].lineno) == (whole[end].name, whole[end].lineno)
 
 
 @given(
-    limit=st.integers(MIN_FAILURE_BYTES, MAX_FAILURE_BYTES),
     texts=st.lists(LONG, min_size=8, max_size=8),
     messages=st.lists(LONG, max_size=3),
     numbers=st.tuples(st.integers(), st.integers(), st.floats()),
 )
-def test_any_failure_fits_into_the_limit_and_arrives(limit, texts, messages, numbers):
+def test_any_failure_fits_into_the_limit_and_arrives(texts, messages, numbers):
     names = ("summary", "traceback", "stack", "stderr", "evidence", "hostname")
     error = None
     for message in messages:
@@ -155,8 +148,8 @@ def test_any_failure_fits_into_the_limit_and_arrives(limit, texts, messages, num
         log_files={texts[-2]: texts[-1], "stdout": texts[-1]},
         exception=error,
     )
-    encoded = encode_failure(sent, limit=limit)
-    assert json_size(encoded) <= limit
+    encoded = encode_failure(sent)
+    assert json_size(encoded) <= MAX_FAILURE_BYTES
     back = decode_failure(json.loads(dump_json(encoded)))
     assert back.kind is sent.kind
     assert isinstance(back.exception, LookupError if messages else type(None))
@@ -196,25 +189,3 @@ def test_altered_data_is_refused_or_is_a_failure(changes):
         back = decode_failure(encoded)
         assert isinstance(back, ProcessFailure)
         traceback.format_exception(back.exception)
-
-
-def test_lines_of_notebook_cells_arrive_under_a_name_of_their_own(monkeypatch):
-    name = "<ipython-input-3-abc>"
-    monkeypatch.setattr(linecache, "cache", {name: (0, None, ["1 / 0  # there\n"], name)})
-    with pytest.raises(ZeroDivisionError) as caught:
-        exec(compile("1 / 0", name, "exec"), {})
-    encoded = encode(caught.value)
-    linecache.cache[name] = (0, None, ["1 / 0  # here\n"], name)
-    frame = traceback.extract_tb(decode_failure(encoded).exception.__traceback__)[-1]
-    assert (frame.filename, frame.line) == ("<ipython-input-3-abc on node1>", "1 / 0  # there")
-    assert linecache.getline(name, 1) == "1 / 0  # here\n"
-
-
-def test_sent_lines_never_replace_files_of_this_node(monkeypatch):
-    monkeypatch.setattr(linecache, "cache", {})
-    encoded = copy.deepcopy(VALID)
-    encoded["exception"]["sources"] = {__file__: "false\n" * 500, "<string>": "false\n", "<frozen os>": "false\n"}
-    encoded["exception"]["exceptions"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False, None])
-    decode_failure(encoded)
-    assert linecache.getline(__file__, 1) != "false\n"
-    assert linecache.getline("<string>", 1) == linecache.getline("<frozen os>", 1) == ""
