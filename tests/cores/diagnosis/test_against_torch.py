@@ -58,15 +58,11 @@ EXPECTED = {
 
 @pytest.mark.slow
 def test_errors_of_torch_are_classified():
-    def classify_errors(functions):
-        """Runs in a rank, since torch leaves descriptors open."""
-        found = {}
-        for function in functions:
-            try:
-                function()
-            except RuntimeError as error:
-                found[function.__name__] = classify_exception(ExceptionEncoder(error).plain())
-        return found
+    def encode_error(function):
+        with pytest.raises(RuntimeError) as caught:
+            function()
+        return ExceptionEncoder(caught.value).plain()
 
-    (found,) = mpwatch.run(classify_errors, 1, args=(list(EXPECTED),))
-    assert found == {function.__name__: kind for function, kind in EXPECTED.items()}
+    # in a rank, since torch leaves descriptors open
+    encoded = mpwatch.run(lambda functions: [*map(encode_error, functions)], 1, args=([*EXPECTED],))[0]
+    assert [*map(classify_exception, encoded)] == [*EXPECTED.values()]
