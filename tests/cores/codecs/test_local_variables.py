@@ -39,13 +39,6 @@ def zero(value, words):
     return len(words) / 0
 
 
-def test_each_frame_has_the_texts_of_its_own_variables():
-    assert texts_of(divide, 7) == {
-        0: {"value": "7", "count": "2", "words": "['a', 'b']"},
-        1: {"value": "7", "words": "['a', 'b']"},
-    }
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -56,7 +49,6 @@ def test_each_frame_has_the_texts_of_its_own_variables():
         (dict.fromkeys(range(1_000_000)), f"{{{FIRST_20.replace(',', ': None,')}: None, ...}}"),
         (set(range(1_000_000)), f"{{{FIRST_20}, ...}}"),
         (Batch(1, [2]), "Batch(number=1, values=[2])"),
-        ((1,), "(1,)"),
         (defaultdict(int, {1: 2}), "defaultdict(<class 'int'>, {1: 2})"),
     ],
     ids=lambda value: type(value).__name__,

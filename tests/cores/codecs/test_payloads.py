@@ -79,9 +79,7 @@ def test_an_array_comes_whole_and_writable(sent, array, is_mapped):
 
 @both_ways
 @pytest.mark.parametrize("size", [0, 12, 6 * MANY])
-def test_bytes_of_all_kinds(sent, size):
-    data = os.urandom(size)
-    assert sent([data, bytearray(data), memoryview(data)]) == [data, bytearray(data), memoryview(data)]
+def test_views_of_all_sizes(sent, size):
     grid = memoryview(np.arange(2.0 * size).reshape(2, size))
     came = sent(grid)
     assert came.tobytes() == grid.tobytes()
@@ -123,7 +121,7 @@ def test_identical_objects_stay_identical(sent):
 SIZES = [0, 1, 7000, MIN_BUFFER_SIZE - 1, MIN_BUFFER_SIZE, MIN_BUFFER_SIZE + 1, 3 * MIN_BUFFER_SIZE]
 THINGS = st.one_of(
     st.sampled_from(SIZES).map(lambda size: np.arange(size, dtype="uint8")),
-    st.sampled_from(SIZES).map(bytes),
+    st.sampled_from(SIZES).flatmap(lambda size: st.sampled_from([bytes(size), bytearray(size), memoryview(bytes(size))])),
     st.sampled_from(SIZES).map(lambda size: "é" * size),
 )
 
@@ -132,6 +130,7 @@ THINGS = st.one_of(
 @given(things=st.lists(THINGS, max_size=6), sent=st.sampled_from([send_as_argument, send_as_value]))
 def test_any_mixture_of_small_and_large(things, sent):
     for came, thing in zip(sent(things), things, strict=True):
+        assert type(came) is type(thing)
         np.testing.assert_array_equal(came, thing)
 
 

@@ -131,7 +131,6 @@ UNPACK = f"{PACKAGE_FOLDER}/wire/pickling/call_payload.py"
     ("stacks", "phrase"),
     [
         (stack("step", 88, "time.sleep(60)"), " (train.py:88 in step: time.sleep(60))"),
-        (stack("step", 88), " (train.py:88 in step)"),
         (IN_STEP, " in all_reduce (train.py:88 in step: dist.f(x))"),
         (stack("f", 3, file=f"{LIBRARY}/torch/c10d.py"), " (c10d.py:3 in f)"),
         (stack("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100} ...)"),

@@ -80,14 +80,15 @@ def test_a_failure_stops_all_ranks_when_they_have_said_where_they_are():
     assert (machine.stage, machine.stop_reason) == (m.CallStage.FINISHED, m.StopReason.FAILED)
 
 
-@pytest.mark.parametrize("event", [m.StackDumped(0), m.Failed(0), m.Failing(0), m.Exited(0), m.Returned(0)])
-def test_the_stacks_of_a_rank_are_waited_for_until_it_reports(event):
+@pytest.mark.parametrize("event", [m.Failed(0), m.Failing(0), m.Exited(0)])
+def test_the_stacks_of_a_rank_that_reports_are_not_waited_for(event):
+    assert m.SendSignal(1, signal.SIGTERM) in handle(after(1.0, m.Failed(1)), 1.1, event)
+
+
+def test_a_rank_that_returns_instead_is_asked_for_what_it_has_called():
     machine = after(1.0, m.Failed(1))
-    actions = handle(machine, 1.1, event)
-    if isinstance(event, m.Returned):
-        assert actions == [m.RequestCollectives(0)]  # what it has called is asked separately
-        actions = handle(machine, 1.1, m.StackDumped(0))
-    assert m.SendSignal(1, signal.SIGTERM) in actions
+    assert handle(machine, 1.1, m.Returned(0)) == [m.RequestCollectives(0)]
+    assert m.SendSignal(1, signal.SIGTERM) in handle(machine, 1.1, m.StackDumped(0))
 
 
 def test_ranks_are_terminated_killed_and_abandoned_once():
