@@ -54,9 +54,9 @@ def machine(tmp_path, monkeypatch):
     return Machine(tmp_path, monkeypatch)
 
 
-def build(machine, ranks=2, local_ranks=None, **options):
+def build(machine, ranks=2, built=None, **options):
     spec = WorkerSpec(fn=print, nprocs=ranks, **options)
-    workers = build_workers(spec, local_ranks or range(ranks), 29500, run_id="test", restart_count=0)
+    workers = build_workers(spec, built or range(ranks), 29500, run_id="test", restart_count=0)
     return build_rank_setups(spec, workers, machine.root)
 
 
@@ -70,7 +70,7 @@ def device_variables(machine, ranks=2, **options):
 
 
 def test_nvidia_gpus_are_in_the_order_of_their_pci_addresses(machine):
-    machine.add_nvidia_gpu("0000:c1:00.0", 0, node=1).add_nvidia_gpu("0000:07:00.0", 1, node=0)
+    machine.add_nvidia_gpu("2000:c1:00.0", 0, node=1).add_nvidia_gpu("0000:07:00.0", 1, node=0)
     machine.add_nvidia_gpu("10000:01:00.0", 2)
     machine.add_nvidia_gpu("0000:f0:00.0", 7, device=False).add_nvidia_gpu("0000:f1:00.0", 8, excluded="Yes")
     gpus = list_nvidia_gpus(machine.root)
@@ -80,7 +80,6 @@ def test_nvidia_gpus_are_in_the_order_of_their_pci_addresses(machine):
 def test_a_machine_without_gpus_or_with_odd_files_has_none(machine):
     assert find_visible_devices({}, set(), machine.root).entries == []
     machine.write("proc/driver/nvidia/gpus/0000:07:00.0/information", "\xff: \n:::\n")
-    machine.write("sys/bus/pci/devices/0000:07:00.0/numa_node", "first\n")
     machine.write("sys/class/kfd/kfd/topology/nodes/1/properties", "simd_count many\n").write("dev/kfd", "")
     assert find_visible_devices({}, set(), machine.root).entries == []
 
@@ -246,7 +245,6 @@ def test_values_of_the_user_are_kept(two_nodes):
         ("cpu", 0, {}, "true"),
         ("cuda", 0, {}, "true"),
         ("cuda", 2, {}, None),
-        ("cuda", 2, {CUDA: "1,0"}, None),
         ("cuda", 2, {CUDA: ""}, "true"),
         ("cpu and torch_npu", 0, {CUDA: ""}, None),
         ("cpu", 0, {"ACCELERATE_USE_CPU": "no"}, "no"),
@@ -256,5 +254,3 @@ def test_accelerate_uses_cpus_where_no_rank_has_an_accelerator(machine, torch, g
     machine.add_torch(*torch.split(" and ")).add_nvidia_gpus([0] * gpus)
     assert [setup.env.get("ACCELERATE_USE_CPU") for setup in build(machine, env=env)] == [expected] * 2
     assert env or "ACCELERATE_USE_CPU" not in build(machine, 1)[0].env
-    machine.set_variables(env)
-    assert [setup.env.get("ACCELERATE_USE_CPU") for setup in build(machine)] == [expected] * 2
