@@ -220,19 +220,13 @@ def name_lanes(lines):
     return {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
 
 
-def test_the_trace_has_a_process_for_each_run_and_a_lane_for_each_rank(tmp_path):
+def test_the_trace_has_a_process_for_each_run_and_a_lane_with_the_attempts_and_calls_of_each_rank(tmp_path):
     lines = write_trace(tmp_path, restarted_run())
     assert name_lanes(lines) == {1: "group", 2: "rank 0", 3: "rank 1"}
     assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["train on here (a1b2c3d4e5)"]
     found = find_spans(lines, 1)
     assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
     assert [end for _, _, end in found[:-1]] == [start for _, start, _ in found[1:]]
-    two_runs = restarted_run() + EventHistory(run_id="b").start_and_call().events
-    assert {line["pid"] for line in write_trace(tmp_path, two_runs)} == {1, 2}
-
-
-def test_the_attempts_and_calls_of_a_rank(tmp_path):
-    lines = write_trace(tmp_path, restarted_run())
     assert find_spans(lines, 3) == [
         ("attempt 0", 100_000, 1_600_000),
         ("start-up", 100_000, 500_000),
@@ -245,6 +239,8 @@ def test_the_attempts_and_calls_of_a_rank(tmp_path):
     calls = [(line["tid"], line["cat"]) for line in lines if line["ph"] == "X" and line["name"] == "train"]
     assert calls == [(2, "call,stopped"), (2, "call,succeeded"), (3, "call,failed"), (3, "call,succeeded")]
     check_nesting(lines)
+    two_runs = restarted_run() + EventHistory(run_id="b").start_and_call().events
+    assert {line["pid"] for line in write_trace(tmp_path, two_runs)} == {1, 2}
 
 
 def test_the_call_of_a_hanging_rank_lasts_until_it_is_stopped(tmp_path):
