@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpwatch
 import mpwatch.events
-from mpwatch import Collective, CollectiveState, FailureKind, Progress, RunResult, WorkerState
+from mpwatch import Collective, CollectiveState, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
 from mpwatch.events import (
     CollectivesRecorded,
     Event,
@@ -30,7 +30,6 @@ from mpwatch.events.logging_observer import LogEvents
 from support.event_streams import START, EventHistory, failed_run, failure, moved_node_run, restarted_run
 from support.programs import python
 
-EVENT_TYPES = Event.__subclasses__()
 NOT_UTF8 = "caf\udce9"  # a file name that is not UTF-8, as os.fsdecode has it
 
 
@@ -56,36 +55,14 @@ def test_importing_events_loads_few_modules_and_dir_lists_all_names():
 
 def test_an_event_as_json_data():
     (event,) = (event for event in restarted_run() if isinstance(event, WorkerFailed))
-    assert event.to_dict() == {
-        "event": "worker_failed",
-        "time": event.time,
-        "monotonic": event.monotonic,
-        "run_id": "a1b2c3d4e5",
-        "ranks": [1],
-        "attempt": 0,
-        "is_root_cause": True,
-        "failure": {
-            "rank": 1,
-            "local_rank": 1,
-            "pid": 101,
-            "hostname": "here",
-            "group_rank": None,
-            "node_ranks": [],
-            "kind": "EXCEPTION",
-            "exit_code": 1,
-            "signal": None,
-            "exception": "ValueError",
-            "summary": "ValueError: boom",
-            "traceback": "Traceback ...\nValueError: boom\n",
-            "stack": "",
-            "stderr": "",
-            "log_files": {},
-            "evidence": "",
-            "collective": None,
-            "is_secondary": False,
-            "elapsed": 1.5,
-        },
-    }
+    data = event.to_dict()
+    sent_failure = data.pop("failure")
+    at = {"time": event.time, "monotonic": event.monotonic}
+    ids = {"run_id": "a1b2c3d4e5", "ranks": [1], "attempt": 0}
+    assert data == {"event": "worker_failed", **at, **ids, "is_root_cause": True}
+    assert [*sent_failure] == [field.name for field in fields(ProcessFailure)]
+    expected = {"rank": 1, "kind": "EXCEPTION", "signal": None, "exception": "ValueError", "node_ranks": [], "log_files": {}}
+    assert sent_failure | expected == sent_failure
 
 
 class CustomError(Exception):
@@ -114,12 +91,7 @@ def with_metric(value):
     [
         (numpy.float32(0.5), 0.5),
         (numpy.int64(7), 7),
-        (True, True),
-        (NOT_UTF8, "caf\\udce9"),
-        (
-            {1: 2, None: 3, FailureKind.OOM: 4, ("a", 1): 5, NOT_UTF8: 6},
-            {"1": 2, "None": 3, "OOM": 4, "['a', 1]": 5, "caf\\udce9": 6},
-        ),
+        ({None: 3, FailureKind.OOM: 4, ("a", 1): 5, NOT_UTF8: 6}, {"None": 3, "OOM": 4, "['a', 1]": 5, "caf\\udce9": 6}),
         (signal.SIGTERM, "SIGTERM"),
         (CustomError("x"), f"{__name__}.CustomError"),
         (Pair((1, [2]), Pair), {"left": [1, [2]], "right": repr(Pair)}),
@@ -132,23 +104,12 @@ def test_any_value_becomes_json_data(value, expected):
     assert (found, type(found)) == (expected, type(expected))
 
 
+TEXTS = st.text(st.characters(codec=None))
+OBJECTS = [FailureKind.OOM, ValueError(NOT_UTF8), Pair(NOT_UTF8, math.nan), numpy.float16(1e-7), numpy.bool_(1)]
+SIMPLE = (st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.binary(), st.builds(FailsInRepr))
 ANY_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.complex_numbers()
-    | st.text(st.characters(codec=None))
-    | st.binary()
-    | st.builds(FailsInRepr)
-    | st.sampled_from(
-        [FailureKind.OOM, ValueError(NOT_UTF8), Pair(NOT_UTF8, math.nan), numpy.float16(1e-7), numpy.bool_(1)]
-    ),
-    lambda inner: (
-        st.lists(inner)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(st.characters(codec=None)) | st.integers(), inner)
-    ),
+    st.one_of(TEXTS, st.sampled_from(OBJECTS), *SIMPLE),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXTS | st.integers(), inner),
     max_leaves=10,
 )
 
@@ -177,21 +138,18 @@ def test_by_default_only_restarts_are_logged(caplog):
 
 def test_the_progress_of_a_run_is_logged_at_info(caplog):
     lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, restarted_run())]
-    assert lines[0] == "train starts on here: 2 ranks of role default"
-    assert lines[1:4] == ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of 10.0 s allowed"]
-    assert lines[-1] == "SUCCEEDED after 4.7 s, after 1 restart"
-    assert len(lines) == 10
+    states = ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of 10.0 s allowed"]
+    assert lines[:4] == ["train starts on here: 2 ranks of role default", *states]
+    assert (len(lines), lines[-1]) == (10, "SUCCEEDED after 4.7 s, after 1 restart")
 
 
 def test_a_log_record_is_one_line_that_can_be_encoded(caplog):
-    cause = failure(0, FailureKind.OOM, evidence=f"one\ntwo {NOT_UTF8}")
+    cause = failure(0, FailureKind.EXIT, evidence=f"one\ntwo {NOT_UTF8}")
     at = {"time": 0.0, "monotonic": 0.0, "ranks": (0,)}
     event = Restarting(run_id=NOT_UTF8, cause=cause, delay=0.0, restarts_left=2, **at)
     (line,) = log_events(caplog, logging.INFO, [event, Event(run_id="of a later version", **at)])
-    expected = (
-        "restarting rank 0 (restart 1, 2 left): rank 0 was killed by the kernel's out-of-memory killer (one two caf\\udce9)"
-    )
-    assert line == f"run caf\\udce: {expected}"
+    assert line.startswith("run caf\\udce: restarting rank 0 (restart 1, 2 left): rank 0 ended with exit code 1 ")
+    assert line.endswith(" (one two caf\\udce9)")
 
 
 # --- JSON lines
@@ -223,9 +181,8 @@ def test_several_processes_append_to_one_file(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError, match="folder for the file of events does not exist") as caught:
+    with pytest.raises(FileNotFoundError, match=r"folder for the file of events does not exist.*nowhere'"):
         JsonLines(tmp_path / "nowhere" / "events.jsonl")
-    assert caught.value.filename == str(tmp_path / "nowhere")
     with pytest.raises(IsADirectoryError):
         JsonLines(tmp_path)
 
@@ -240,9 +197,8 @@ def write_trace(tmp_path, events):
 
 
 def find_spans(lines, tid):
-    return [
-        (line["name"], line["ts"], line["ts"] + line["dur"]) for line in lines if line["ph"] == "X" and line["tid"] == tid
-    ]
+    spans = [line for line in lines if line["ph"] == "X" and line["tid"] == tid]
+    return [(span["name"], span["ts"], span["ts"] + span["dur"]) for span in spans]
 
 
 def find_marks(lines, tid):
@@ -264,19 +220,13 @@ def name_lanes(lines):
     return {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
 
 
-def test_the_trace_has_a_process_for_each_run_and_a_lane_for_each_rank(tmp_path):
+def test_the_trace_has_a_process_for_each_run_and_a_lane_with_the_attempts_and_calls_of_each_rank(tmp_path):
     lines = write_trace(tmp_path, restarted_run())
     assert name_lanes(lines) == {1: "group", 2: "rank 0", 3: "rank 1"}
     assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["train on here (a1b2c3d4e5)"]
     found = find_spans(lines, 1)
     assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
     assert [end for _, _, end in found[:-1]] == [start for _, start, _ in found[1:]]
-    two_runs = restarted_run() + EventHistory(run_id="b").start_and_call().events
-    assert {line["pid"] for line in write_trace(tmp_path, two_runs)} == {1, 2}
-
-
-def test_the_attempts_and_calls_of_a_rank(tmp_path):
-    lines = write_trace(tmp_path, restarted_run())
     assert find_spans(lines, 3) == [
         ("attempt 0", 100_000, 1_600_000),
         ("start-up", 100_000, 500_000),
@@ -286,14 +236,11 @@ def test_the_attempts_and_calls_of_a_rank(tmp_path):
         ("start-up", 3_000_000, 3_500_000),
         ("train", 3_500_000, 4_500_000),
     ]
-    calls = [line for line in lines if line["ph"] == "X" and line["name"] == "train"]
-    assert [(line["tid"], line["cat"], line["cname"]) for line in calls] == [
-        (2, "call,stopped", "grey"),
-        (2, "call,succeeded", "good"),
-        (3, "call,failed", "terrible"),
-        (3, "call,succeeded", "good"),
-    ]
+    calls = [(line["tid"], line["cat"]) for line in lines if line["ph"] == "X" and line["name"] == "train"]
+    assert calls == [(2, "call,stopped"), (2, "call,succeeded"), (3, "call,failed"), (3, "call,succeeded")]
     check_nesting(lines)
+    two_runs = restarted_run() + EventHistory(run_id="b").start_and_call().events
+    assert {line["pid"] for line in write_trace(tmp_path, two_runs)} == {1, 2}
 
 
 def test_the_call_of_a_hanging_rank_lasts_until_it_is_stopped(tmp_path):
@@ -312,30 +259,26 @@ def test_ranks_that_moved_from_another_node_are_drawn(tmp_path):
         assert [start for name, start, _ in find_spans(lines, tid) if name == "train"] == starts
 
 
-COLLECTIVE = Collective(
-    name="broadcast", sequence=1, group="default", ranks=(0, 1), state=CollectiveState.COMPLETED, seconds=1.0
-)
+CALLED = {"group": "default", "ranks": (0, 1)}
+COLLECTIVE = Collective(name="broadcast", sequence=1, state=CollectiveState.COMPLETED, seconds=1.0, **CALLED)
+WAITING = Collective(name="all_reduce", sequence=2, state=CollectiveState.WAITING, seconds=0.75, place="x", **CALLED)
 
 
 def test_the_collectives_of_a_rank_are_a_lane_of_their_own(tmp_path):
     history = EventHistory().start_and_call().fail_rank_1(after=2.0)
-    done = COLLECTIVE
-    waiting = replace(
-        done, name="all_reduce", sequence=2, state=CollectiveState.WAITING, seconds=0.75, place="train.py:3 in step"
-    )
-    history.add(CollectivesRecorded, 2.0, (0,), collectives=(done, waiting))
+    history.add(CollectivesRecorded, 2.0, (0,), collectives=(COLLECTIVE, WAITING))
     lines = write_trace(tmp_path, history.events)
     assert list(name_lanes(lines).items()) == [(1, "group"), (2, "rank 0"), (4, "rank 0: collectives"), (3, "rank 1")]
     assert find_marks(lines, 4) == [("broadcast #1", 1_000_000)]
     assert find_spans(lines, 4) == [("all_reduce #2", 1_250_000, 2_000_000)]
     (span,) = (line for line in lines if line["name"] == "all_reduce #2")
-    assert span["args"] == {"group": "default group", "tensors": "", "place": "train.py:3 in step", "attempt": 0}
+    assert span["args"] == {"group": "default group", "tensors": "", "place": "x", "attempt": 0}
 
 
 AT = {"run_id": "a1b2c3d4e5", "ranks": (0, 1), "time": START, "monotonic": START}
 SOME_EVENTS = [
     *(restarted_run() + failed_run() + moved_node_run()),
-    CollectivesRecorded(collectives=(COLLECTIVE, replace(COLLECTIVE, state=CollectiveState.WAITING, seconds=-1.0)), **AT),
+    CollectivesRecorded(collectives=(COLLECTIVE, replace(WAITING, seconds=-1.0)), **AT),
     Progressed(step=3, total=None, metrics={"loss": math.inf}, **AT),
     Stopping(stop_cause="SIGUSR1", after_step=None, **AT),
 ]
@@ -351,7 +294,7 @@ def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
 
 
 def test_each_type_of_event_is_drawn():
-    assert {type(event) for event in SOME_EVENTS} == set(EVENT_TYPES)
+    assert {type(event) for event in SOME_EVENTS} == set(Event.__subclasses__())
 
 
 def test_the_error_without_events_says_how_to_collect_them(tmp_path):
@@ -363,9 +306,9 @@ def test_the_error_without_events_says_how_to_collect_them(tmp_path):
 
 
 def test_a_result_writes_the_trace_of_its_events(tmp_path):
-    path = tmp_path / "trace.json"
-    RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(path)
+    path, result = tmp_path / "trace.json", RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run()))
+    result.to_chrome_trace(path)
     write_chrome_trace(iter(restarted_run()), tmp_path / "again.json")
     assert path.read_bytes() == (tmp_path / "again.json").read_bytes()
     with pytest.raises(FileNotFoundError):
-        RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(tmp_path / "nowhere" / "trace.json")
+        result.to_chrome_trace(tmp_path / "nowhere" / "trace.json")

@@ -36,22 +36,10 @@ def rows(picture):
 
 
 def test_a_restarted_run():
-    wait = "waits 1.0 s to be restarted"
+    first, second = ("start-up", "waits 1.0 s to be restarted"), ("start-up", "succeeded")
     assert rows(draw(restarted_run())) == [
-        [
-            "rank 0",
-            "start-up",
-            "stopped",
-            wait,
-            "start-up",
-            "succeeded",
-            "no heartbeat for 5.0 s",
-            "succeeded, restarted once",
-        ],
-        [
-            *("rank 1", "start-up", "failed", wait, "start-up", "succeeded"),
-            *("failed first: ValueError: boom", "succeeded, restarted once"),
-        ],
+        ["rank 0", first[0], "stopped", first[1], *second, "no heartbeat for 5.0 s", "succeeded, restarted once"],
+        ["rank 1", first[0], "failed", first[1], *second, "failed first: ValueError: boom", "succeeded, restarted once"],
         ["start-up", "succeeded", "failed", "stopped"],
     ]
 

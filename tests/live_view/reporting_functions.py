@@ -34,9 +34,7 @@ def report_and_die_once():
 
 def be_silent_until_closed(fifo):
     mpwatch.heartbeat()
-    with open_fifo(fifo) as fd:
-        os.set_blocking(fd, True)
-        os.read(fd, 1)
+    wait_for_fifo(fifo)
 
 
 def print_and_report(fifo, width):
@@ -52,10 +50,8 @@ def print_and_report(fifo, width):
 
 
 def report_and_wait_for_fifo(fifo, step):
-    with open_fifo(fifo) as fd:
-        mpwatch.report(step=step, total=8, loss=0.5)
-        os.set_blocking(fd, True)
-        os.read(fd, 1)
+    mpwatch.report(step=step, total=8, loss=0.5)
+    wait_for_fifo(fifo)
     mpwatch.report(step=8, total=8, loss=0.25)
 
 
@@ -67,6 +63,12 @@ def open_fifo(fifo):
         yield fd
     finally:
         os.close(fd)
+
+
+def wait_for_fifo(fifo):
+    with open_fifo(fifo) as fd:
+        os.set_blocking(fd, True)
+        os.read(fd, 1)
 
 
 def has_writer(fd):

@@ -26,9 +26,9 @@ def fifo(tmp_path):
         yield file
 
 
-def start_program(*args, env=ENV, **more):
-    env = {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
-    return Program(PROGRAM, *map(str, args), env=env, **more)
+def start_program(*args, cls=Program, **more):
+    env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"} | more.pop("env", {})
+    return cls(PROGRAM, *map(str, args), env=env, **more)
 
 
 def text_rows(program):
@@ -38,17 +38,15 @@ def text_rows(program):
 
 def test_printed_lines_are_whole_and_not_mixed_with_the_view(fifo):
     with start_program("print_and_report", 2, fifo.path, 100, "progress=True", columns=110, rows=20) as program:
-        seen = []
+        seen = set()
 
         def has_enough_drawings(rows):
-            is_drawn = "rank" in rows[-3] and all(row[:4].strip() for row in rows[-2:])  # the drawing is complete
-            if is_drawn and (not seen or seen[-1] != rows[-3:]):
-                seen.append(rows[-3:])
+            if "rank" in rows[-3] and all(row[:4].strip() for row in rows[-2:]):  # the drawing is complete
+                seen.add(tuple(rows[-3:]))
             return len(seen) > 6
 
         assert program.read_until(has_enough_drawings)
-        for rows in seen:
-            assert [row.split()[0] for row in rows] == ["rank", "0", "1"]
+        assert {tuple(row.split()[0] for row in rows) for rows in seen} == {("rank", "0", "1")}
         fifo.close()
         assert program.end() == 0
         printed = text_rows(program)
@@ -61,6 +59,9 @@ def test_printed_lines_are_whole_and_not_mixed_with_the_view(fifo):
     assert len(printed) == 1 + sum(map(int, after.groups()))
 
 
+LAST_LINE = "mpwatch: step 8 of 8 (100 %); loss 0.25; 2 ranks returned"
+
+
 def shows_step(step):
     return lambda rows: any(f"step {step} of 8" in row for row in rows) and sum("running" in row for row in rows[-2:]) == 2
 
@@ -68,9 +69,8 @@ def shows_step(step):
 def test_a_run_in_a_terminal_that_changes_its_size(fifo):
     with start_program("report_and_wait_for_fifo", 2, fifo.path, 3, "progress=True") as program:
         assert program.read_until(shows_step(3))
-        rows = program.emulator.rows()
-        assert rows[0] == "before"
-        assert not any(rows[1:-4])
+        first, *others = program.emulator.rows()[:-4]
+        assert (first, any(others)) == ("before", False)
         program.emulator.screen.resize(40, 120)
         program.resize(120, 40)
 
@@ -81,8 +81,7 @@ def test_a_run_in_a_terminal_that_changes_its_size(fifo):
         assert program.read_until(is_drawn_once)
         fifo.close()
         assert program.end() == 0
-        last = "mpwatch: step 8 of 8 (100 %); loss 0.25; 2 ranks returned"
-        assert text_rows(program) == ["before", last, "after None None"]
+        assert text_rows(program) == ["before", LAST_LINE, "after None None"]
         assert program.emulator.screen.margins is None
 
 
@@ -100,34 +99,33 @@ def test_by_default_the_view_appears_when_a_rank_reports(fifo):
 
 
 def test_a_late_heartbeat_is_shown(fifo):
-    options = ("progress=True", "heartbeat_timeout=3")
-    with start_program("be_silent_until_closed", 1, fifo.path, *options) as program:
+    with start_program("be_silent_until_closed", 1, fifo.path, "progress=True", "heartbeat_timeout=3") as program:
         assert program.read_until(lambda rows: " late " in rows[-1])
         fifo.close()
         assert program.end() == 0
 
 
-def is_at(program, text, times=1):
-    return program.emulator.all_rows().count(text) == times
-
-
 def test_the_terminal_is_free_while_the_program_is_suspended_or_in_the_background(fifo):
+    def is_free(program):
+        return program.emulator.screen.margins is None and not any("running" in row for row in program.emulator.rows())
+
+    def is_drawn(rows):
+        return "step" in rows[-4] and "running" in rows[-1]
+
     with Program(JOB_SHELL, PROGRAM, "print_and_report", "2", fifo.path, "20", "progress=True", env=ENV) as program:
-        for number in range(1, 4):
-            assert program.read_until(lambda rows: "step" in rows[-4] and "running" in rows[-1])
+        for times in (1, 2, 3):
+            assert program.read_until(is_drawn)
             program.type(b"\x1a")
-            assert program.read_until(lambda _, number=number: is_at(program, "stopped by SIGTSTP", number))
-            assert program.emulator.screen.margins is None
-            assert not any("running" in row for row in program.emulator.rows())
-            if number == 2:
+            assert program.read_until(lambda _, n=times: program.emulator.all_rows().count("stopped by SIGTSTP") == n)
+            assert is_free(program)
+            if times == 2:
                 program.type(b"bg\r")
-                assert program.read_until(lambda _: is_at(program, "in the background"))
+                assert program.read_until(lambda _: "in the background" in program.emulator.all_rows())
                 printed = len(text_rows(program))
                 assert program.read_until(lambda _, printed=printed: len(text_rows(program)) > printed + 500)
-                assert program.emulator.screen.margins is None
-                assert not any("running" in row for row in program.emulator.rows())
+                assert is_free(program)
             program.type(b"fg\r")
-        assert program.read_until(lambda rows: "step" in rows[-4] and "running" in rows[-1])
+        assert program.read_until(is_drawn)
         fifo.close()
         assert program.read_until(lambda rows: "ended with 0" in rows)
         assert program.end() == 0
@@ -145,7 +143,7 @@ def test_lines_in_a_terminal_that_does_not_know_its_size():
         def resize(self, columns, rows):
             super().resize(0, 0)
 
-    with ProgramWithoutSize(PROGRAM, "report_and_wait_for_fifo", "2", "/dev/null", "8", "progress=True", env=ENV) as program:
+    with start_program("report_and_wait_for_fifo", 2, "/dev/null", 8, "progress=True", cls=ProgramWithoutSize) as program:
         assert program.end() == 0
     assert b"\nmpwatch: step 8 of 8 (100 %); " in program.output
 
@@ -159,11 +157,10 @@ def test_the_report_of_a_failure_is_printed_below(fifo):
 
 def test_a_terminal_where_rich_is_not_installed(fifo, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['rich'] = sys.modules['rich.console'] = None")
-    env = {**ENV, "PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
-    with start_program("report_and_wait_for_fifo", 2, fifo.path, 5, env=env) as program:
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
+    with start_program("report_and_wait_for_fifo", 2, fifo.path, 5, env=path) as program:
         assert program.read_until(lambda rows: rows[1].startswith("mpwatch: step 5 of 8"))
         fifo.close()
         assert program.end() == 0
-        rows = text_rows(program)
-    assert rows[0] == "before"
-    assert rows[-2:] == ["mpwatch: step 8 of 8 (100 %); loss 0.25; 2 ranks returned", "after None None"]
+        first, *_, last, after = text_rows(program)
+    assert (first, last, after) == ("before", LAST_LINE, "after None None")

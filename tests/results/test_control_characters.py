@@ -32,16 +32,8 @@ def test_an_exception(caplog, capsys):
     with pytest.raises(SystemExit):
         mpwatch.main(fails, 1)
     printed = capsys.readouterr().err
-    texts = [
-        str(error),
-        repr(error),
-        error.root_cause.summary,
-        error.root_cause.traceback,
-        caplog.text,
-        str(result),
-        printed,
-    ]
-    assert not any(map(CONTROL.search, [*texts, error._repr_html_()]))
+    texts = [str(error), repr(error), error._repr_html_(), error.root_cause.summary, error.root_cause.traceback, str(result)]
+    assert not any(map(CONTROL.search, [*texts, caplog.text, printed]))
     verdict = f"rank 0 failed first: ValueError: {CLEAN} … "
     assert str(error).startswith(verdict)
     assert re.search(r" \(tr\\x1bain\\n\.py:\d+ in st\\x1bep\\n\)$", str(error), re.MULTILINE)

@@ -9,26 +9,15 @@ from dataclasses import replace
 import pytest
 
 import mpwatch
-from mpwatch import (
-    Collective,
-    CollectiveState,
-    FailureKind,
-    ProcessFailure,
-    Progress,
-    RunFailedError,
-    RunResult,
-    RunTimeoutError,
-    WorkerState,
-)
+from mpwatch import FailureKind, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from support import failing
 
 FAILED, STOPPED = WorkerState.FAILED, WorkerState.STOPPED
 
 
 def failure(rank, kind=FailureKind.EXIT, **more):
-    return ProcessFailure(
-        rank=rank, local_rank=rank, pid=1, hostname="h", kind=kind, **{"exit_code": 3, "elapsed": 1.0, **more}
-    )
+    given = {"exit_code": 3, "elapsed": 1.0, "hostname": "h", **more}
+    return ProcessFailure(rank=rank, local_rank=rank, pid=1, kind=kind, **given)
 
 
 def failed_result(*failures, states=()):
@@ -48,10 +37,7 @@ def test_a_failure_says_what_happened():
     assert text_of(failed_result(killed, exited)) == [f"rank 0 {text}", "  rank 1: ended with exit code 3 and no result"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([5, 9, 2, 1, 3], "ranks 1-3, 5, 9"), ([1, 3], "ranks 1, 3")],
-)
+@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([5, 9, 2, 1, 3], "ranks 1-3, 5, 9")])
 def test_ranks_with_the_same_fate_share_a_line(ranks, text):
     result = failed_result(failure(0), states=dict.fromkeys(ranks, STOPPED))
     assert text_of(result)[1:] == [f"  {text}: stopped by the watcher"]
@@ -62,15 +48,12 @@ LOSS = {"group_rank": 1, "node_ranks": (2, 3), "hostname": "gpu7", "kind": Failu
 LOST_RANKS = [replace(failure(rank), **LOSS) for rank in (2, 3)]
 
 
-def test_a_lost_node_is_the_subject_of_the_verdict():
+def test_a_lost_node_is_the_subject_of_the_verdict_and_its_ranks_share_a_line_if_another_rank_failed_first():
     assert text_of(failed_result(*LOST_RANKS, states={0: STOPPED, 1: STOPPED})) == [
         f"node 1 (gpu7) with ranks 2-3 was lost: {EVIDENCE}",
         "  ranks 0-1: stopped by the watcher",
     ]
     assert str(LOST_RANKS[1]) == f"rank 3: lost with node 1 (gpu7): {EVIDENCE}"
-
-
-def test_the_ranks_of_a_lost_node_share_a_line_if_another_rank_failed_first():
     assert text_of(failed_result(failure(0), *LOST_RANKS))[1:] == [f"  ranks 2-3: lost with node 1 (gpu7): {EVIDENCE}"]
 
 
@@ -84,46 +67,41 @@ def test_the_report_of_a_run_without_failure_has_the_last_steps():
     assert report_of(*((step, 100) for step in range(9)))[1] == "  last reports: ranks 0-8 at steps 0 to 8"
 
 
-def test_the_repr_of_a_result_has_its_time_and_its_values_or_its_verdict():
+def test_the_repr_and_the_json_of_a_result():
     result = mpwatch.run(failing.rank, 2)
+    assert json.loads(result.to_json())["return_values"] == {"0": 0, "1": 1}
     assert re.fullmatch(r"<RunResult SUCCEEDED after \d+\.\d s: \[0, 1\]>", repr(result))
     assert re.fullmatch(r"\(<Attempt 0: first start, \d+\.\d s: SUCCEEDED>,\)", repr(result.attempts))
     assert repr(replace(result, return_values={0: "x" * 1000, 1: range(9)}, elapsed=2)).endswith("xx', range(0, 9)]>")
     assert repr(failed_result(failure(1))) == "<RunResult FAILED after 0.0 s: rank 1 ended with exit code 3 and no result>"
 
 
-def test_the_json_of_a_result_has_its_facts():
+def test_the_json_of_a_failed_result_has_its_facts():
     def report_and_fail():
         mpwatch.report(step=3, loss=float("nan"))
         raise KeyError("key")
 
-    with pytest.raises(RunFailedError) as caught:
-        mpwatch.run(report_and_fail, 1)
-    facts = json.loads(caught.value.to_json())
-    assert facts["verdict"] == caught.value.result.verdict
-    assert facts["failures"]["0"]["summary"] == "KeyError: 'key'"
+    result = mpwatch.run(report_and_fail, 1, check=False)
+    facts = json.loads(RunFailedError(result).to_json())
+    assert (facts["verdict"], facts["failures"]["0"]["summary"]) == (result.verdict, "KeyError: 'key'")
     assert "in report_and_fail" in facts["root_cause"]["traceback"]
     assert (facts["progress"]["0"]["step"], facts["progress"]["0"]["metrics"]) == (3, {"loss": "nan"})
-    assert json.loads(mpwatch.run(failing.rank, 2).to_json())["return_values"] == {"0": 0, "1": 1}
 
 
-@pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
-def test_every_error_can_be_pickled_and_copied(kind):
+def test_every_error_can_be_pickled_and_copied():
     def fail():
         raise ValueError("x", lambda: None)
 
-    error = kind(mpwatch.run(fail, 1, check=False))
-    assert repr(error) == f"{kind.__name__}({error.result.verdict!r})"
-    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
-        assert type(back) is kind
-        assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
-        assert back.result.verdict.startswith("rank 0 failed first: ValueError: ")
-        assert back.root_cause.exception.args[0] == "x"
-        assert back.__cause__ is back.root_cause.exception
-
-
-def test_is_running():
-    assert {state for state in WorkerState if state.is_running} == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+    result = mpwatch.run(fail, 1, check=False)
+    for kind in (RunFailedError, RunTimeoutError):
+        error = kind(result)
+        assert repr(error) == f"{kind.__name__}({result.verdict!r})"
+        for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert type(back) is kind
+            assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
+            assert back.result.verdict.startswith("rank 0 failed first: ValueError: ")
+            assert back.root_cause.exception.args[0] == "x"
+            assert back.__cause__ is back.root_cause.exception
 
 
 @pytest.mark.parametrize(
@@ -132,40 +110,28 @@ def test_is_running():
         ({}, "all_reduce #3 (default group)"),
         ({"group": "1 (pair)", "place": "a.py:1 in f"}, "all_reduce #3 (group 1 (pair)) at a.py:1 in f"),
         ({"group": "0123456789" * 4}, "all_reduce #3 (group 01234567)"),
-        ({"input_shapes": ((16, 4),), "input_dtypes": ("float32",)}, "all_reduce #3 (float32[16, 4], default group)"),
         ({"input_shapes": ((),), "input_dtypes": ("int64",)}, "all_reduce #3 (int64[], default group)"),
         ({"output_shapes": ((2,), (2,)), "output_dtypes": ("int8",) * 2}, "all_reduce #3 (2 x int8[2], default group)"),
-        (
-            {"input_shapes": ((2,), (3,), (4,)), "input_dtypes": ("int8",) * 3},
-            "all_reduce #3 (int8[2] and 2 more, default group)",
-        ),
+        ({"input_shapes": ((2,), (3,)), "input_dtypes": ("int8",) * 2}, "all_reduce #3 (int8[2] and 1 more, default group)"),
     ],
 )
 def test_a_collective_in_words(fields, text):
-    state = CollectiveState.WAITING
-    collective = Collective(
-        **{"name": "all_reduce", "sequence": 3, "group": "default", "ranks": (0, 1), "state": state, **fields}
-    )
-    assert str(collective) == text
+    called = {"name": "all_reduce", "sequence": 3, "group": "default", "ranks": (0, 1), **fields}
+    assert str(mpwatch.Collective(state=mpwatch.CollectiveState.WAITING, **called)) == text
 
 
 # --- tables of notebooks
 
 
 def test_the_table_of_values_is_short_and_escaped():
-    table = RunResult(WorkerState.SUCCEEDED, return_values={0: "<b>", 1: [1] * 1000})._repr_html_()
-    assert "&lt;b&gt;" in table
-    assert len(table) < 1000
-    many = RunResult(WorkerState.SUCCEEDED, return_values={n: n for n in range(512)})._repr_html_()
-    assert (many.count("<tr>"), "480 more" in many) == (33, True)
+    values = {0: "<b>", **dict.fromkeys(range(1, 512), [1] * 1000)}
+    table = RunResult(WorkerState.SUCCEEDED, return_values=values)._repr_html_()
+    assert (table.count("<tr>"), "480 more" in table, "&lt;b&gt;" in table, len(table) < 5000) == (33, True, True, True)
 
 
 def test_the_table_of_a_group():
     with mpwatch.WorkerGroup(3) as group:
         group.run(failing.rank)
         table = group._repr_html_()
-        assert "<b>WorkerGroup of ranks 0-2</b>" in table
-        assert "HEALTHY: the ranks are ready" in table
-        assert '<th style="text-align:left">restarts</th><td style="text-align:left">never</td>' in table
-        assert "backend" not in table
+        assert all(text in table for text in ("<b>WorkerGroup of ranks 0-2</b>", "HEALTHY: the ranks are ready", ">never<"))
     assert "STOPPED: closed" in group._repr_html_()

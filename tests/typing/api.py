@@ -1,23 +1,13 @@
-"""The public names as a user writes them; read by mypy, never run."""
+"""The public names as a user writes them. `type: ignore` marks a mistake that mypy and pyright must report. Never run."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, assert_type
+from typing import Any, Unpack, assert_type
 
 import mpwatch
-from mpwatch import (
-    LaunchError,
-    PerRank,
-    ProcessFailure,
-    Progress,
-    RunFailedError,
-    RunResult,
-    RunTimeoutError,
-    Worker,
-    WorkerSpec,
-    events,
-)
+from mpwatch import PerRank, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerSpec, events
+from mpwatch.integrations import dask, ray, submitit
 
 
 def train(lr: float, *, epochs: int = 1) -> list[float]:
@@ -65,13 +55,8 @@ assert_type(PerRank([0.1, 0.2]), PerRank[float])
 assert_type(mpwatch.run(train, 2, args=(PerRank([0.1, 0.2]),))[0], list[float])
 
 
-def variables(worker: Worker) -> dict[str, str]:
-    return {"SHARD": str(worker.rank)}
-
-
-mpwatch.run(train, "auto", env=variables, check=False)
-mpwatch.run(train, "gpu", env={"A": "b"})
-mpwatch.run(train, 2, progress=True)
+mpwatch.run(train, "auto", env=lambda worker: {"SHARD": str(worker.rank)}, check=False)
+mpwatch.run(train, "gpu", env={"A": "b"}, progress=True)
 mpwatch.run(train, 2, logs=mpwatch.LogSpec("logs", show=0))
 mpwatch.run(
     train, 2, logs=mpwatch.LogSpec(Path("logs"), show={"stdout": {0, 1}, "stderr": "all"}, files="none", prefix="{rank} ")
@@ -94,16 +79,12 @@ except RunFailedError as error:
     assert_type(error.result.verdict, str)
     assert_type(error.result.fates, list[str])
     error.verdict  # type: ignore[attr-defined]
-except LaunchError as error:
-    print(error)
 
 with mpwatch.WorkerGroup(4, backend="gloo", timeout=60, progress=False) as group:
-    assert_type(group, mpwatch.WorkerGroup)
     assert_type(group.run(train, (0.1,), {"epochs": 3}), RunResult[list[float]])
     assert_type(group.run(str, args=(5,))[0], str)
     assert_type(group.workers, tuple[Worker, ...])
     assert_type(group.state, mpwatch.WorkerState)
-    assert_type(group.run(train, (0.1,), timeout=5.0), RunResult[list[float]])
     group.run(train, 0.1)  # type: ignore[arg-type]
 
 worker: Worker = mpwatch.current_worker()
@@ -124,50 +105,37 @@ def observe(event: mpwatch.Event) -> None:
         assert_type(event.failure, ProcessFailure)
 
 
-mpwatch.run(train, 2, max_restarts=3, on_event=observe)
-
-
 def observe_progress(event: events.Progressed) -> None:
     assert_type(event.step, int | None)
     assert_type(event.metrics, Mapping[str, float])
 
 
-mpwatch.run(train, 2, on_progress=observe_progress)
+mpwatch.run(train, 2, max_restarts=3, on_event=observe, on_progress=observe_progress)
 farm = mpwatch.run(train, 2, keep_going=True, check=False)
 assert_type(farm.return_values, Mapping[int, list[float]])
 assert_type(list(farm.items()), list[tuple[int, list[float]]])
-assert_type(list(farm.values()), list[list[float]])
 assert_type(farm.notes, tuple[str, ...])
-mpwatch.run(train, 2, keep_going="yes")  # type: ignore[call-overload]
 mpwatch.RestartPolicy(retry_if=lambda failure: failure.kind is not mpwatch.FailureKind.OOM)
 mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]
 
 
-def choose_cpus(worker: Worker) -> set[int]:
-    return {2 * worker.local_rank, 2 * worker.local_rank + 1}
-
-
 mpwatch.run(train, 2, placement=mpwatch.Placement("cores", gpus="own"))
-mpwatch.run(train, 2, placement=choose_cpus)
 mpwatch.run(train, 2, placement=lambda worker: range(worker.local_rank, 8))
 mpwatch.WorkerGroup(2, placement=mpwatch.Placement("numa", gpus="own"))
 mpwatch.run(train, 2, placement="sockets")  # type: ignore[call-overload]
-mpwatch.run(train, 2, placement={0, 1})  # type: ignore[call-overload]
 mpwatch.run(train, 2, placement=mpwatch.Placement(gpus="all"))  # type: ignore[arg-type]
 
 mpwatch.run(train, nprocs=2.5)  # type: ignore[call-overload]
 mpwatch.run(train, 2, (0.1,))  # type: ignore[call-overload]
 mpwatch.run(train, "many")  # type: ignore[call-overload]
-mpwatch.run(train, 2, progress="bar")  # type: ignore[call-overload]
 mpwatch.report(loss="low")  # type: ignore[arg-type]
-
-items = [Path("a"), Path("b")]
 
 
 def count_letters(path: Path) -> int:
     return len(path.name)
 
 
+items = [Path("a"), Path("b")]
 for letters in mpwatch.map(count_letters, items, 2, chunksize=3, buffersize=10, env={"A": "b"}):
     assert_type(letters, int)
 for index, letters in mpwatch.map(count_letters, iter(items), 2, ordered=False):
@@ -181,3 +149,36 @@ for pair in mpwatch.map(count_letters, items, 2, ordered=False, on_error="yield"
 mpwatch.map(count_letters, [1, 2], 2)  # type: ignore[arg-type]
 mpwatch.WorkerGroup(2, scope="worker")
 mpwatch.WorkerGroup(2, scope="rank")  # type: ignore[arg-type]
+
+cluster: Any = None
+
+
+def launch(fn: Callable[..., list[float]], **options: Unpack[mpwatch.RunOptions]) -> RunResult[list[float]]:
+    """A function of a library that passes the options on."""
+    return mpwatch.run(fn, 2, **options)
+
+
+launch(train, args=(0.1,), timeout=60, max_restarts=mpwatch.RestartPolicy(2), backend=mpwatch.Backend("gloo", timeout=60))
+launch(train, timeuot=60)  # type: ignore[call-arg]
+launch(train, max_restarts="2")  # type: ignore[arg-type]
+
+mpwatch.run(train)  # type: ignore[call-overload]
+mpwatch.run(train, 2, timeuot=60)  # type: ignore[call-overload]
+mpwatch.run(train, 2, timeout="60")  # type: ignore[call-overload]
+mpwatch.run(train, 2, backend=mpwatch.Backend("gloo", stall=3))  # type: ignore[call-arg]
+mpwatch.run(train, 2, stop=3600)  # type: ignore[call-overload]
+mpwatch.run(train, 2, debug="local")  # type: ignore[call-overload]
+mpwatch.submit(train, 2, timeuot=60)  # type: ignore[call-overload]
+mpwatch.submit(train, 2, env=3)  # type: ignore[call-overload]
+mpwatch.main(train, 2, check=False)  # type: ignore[call-overload]
+mpwatch.main(train, 2, keep_going="yes")  # type: ignore[call-overload]
+mpwatch.WorkerGroup(2, max_restarts=3)  # type: ignore[call-arg]
+mpwatch.WorkerGroup(2, heartbeat_timeout="60")  # type: ignore[arg-type]
+mpwatch.map(train, [0.1], 2, timeout=60)  # type: ignore[call-overload]
+mpwatch.map(train, [0.1], 2, on_error="ignore")  # type: ignore[call-overload]
+mpwatch.map(train, [0.1], 2, max_restarts=0.5)  # type: ignore[call-overload]
+ray.run(train, 2, nodes=2, timeuot=60)  # type: ignore[call-arg]
+dask.run(cluster, train, 2, nodes=2, grace_period="1")  # type: ignore[arg-type]
+submitit.run(cluster, train, 2, nodes=2, rendezvous=None)  # type: ignore[call-arg]
+mpwatch.WorkerSpec(fn=train, nprocs=2, timeuot=60)  # type: ignore[call-arg]
+mpwatch.run(spec, timeout=60)  # type: ignore[call-overload]

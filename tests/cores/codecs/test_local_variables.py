@@ -1,7 +1,7 @@
 """The texts of local variables, which a rank makes for `debug="locals"`: bounded in size, in number and in time."""
 
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -10,18 +10,11 @@ from mpwatch.wire.exceptions import local_variables
 from mpwatch.wire.exceptions.local_variables import MAX_TEXT, MAX_VARIABLES, STOPPED, format_local_variables
 
 FIRST_20 = ", ".join(map(str, range(20)))
-FIRST_20_KEYS = ", ".join(f"{number}: None" for number in range(20))
-LARGE_DICT = dict.fromkeys(range(1_000_000))
 
 
 class Raises:
     def __repr__(self):
         raise SystemExit(3)
-
-
-class Prints:
-    def __repr__(self):
-        return "x" * 100_000
 
 
 @dataclass
@@ -46,13 +39,6 @@ def zero(value, words):
     return len(words) / 0
 
 
-def test_each_frame_has_the_texts_of_its_own_variables():
-    assert texts_of(divide, 7) == {
-        0: {"value": "7", "count": "2", "words": "['a', 'b']"},
-        1: {"value": "7", "words": "['a', 'b']"},
-    }
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -60,15 +46,10 @@ def test_each_frame_has_the_texts_of_its_own_variables():
         ([Raises()], "[<its repr raised SystemExit>]"),
         (b"x" * 100_000_000, f"b'{'x' * 246}...{'x' * 248}'"),
         ("x" * 100_000_000, f"'{'x' * 247}...{'x' * 248}'"),
-        (LARGE_DICT, f"{{{FIRST_20_KEYS}, ...}}"),
-        (list(range(10_000)), f"[{FIRST_20}, ...]"),
+        (dict.fromkeys(range(1_000_000)), f"{{{FIRST_20.replace(',', ': None,')}: None, ...}}"),
         (set(range(1_000_000)), f"{{{FIRST_20}, ...}}"),
         (Batch(1, [2]), "Batch(number=1, values=[2])"),
-        ((1,), "(1,)"),
-        (set(), "set()"),
-        (bytearray(b"x"), "bytearray(b'x')"),
         (defaultdict(int, {1: 2}), "defaultdict(<class 'int'>, {1: 2})"),
-        (deque([1]), "deque([1])"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -100,7 +81,7 @@ def test_texts_variables_and_frames_are_bounded():
 
     names = "=".join(f"v{number}" for number in range(500))
     exec(f"def many():\n  {names} = 1\n  return 1 / 0", space := {})
-    assert len(texts_of(divide, Prints())[0]["value"]) <= MAX_TEXT
+    assert len(texts_of(divide, Batch(1, ["x" * 400] * 20))[0]["value"]) <= MAX_TEXT
     assert len(texts_of(space["many"])[0]) == MAX_VARIABLES
     texts = texts_of(recurse, 500)
     assert (len(texts), texts[0]["depth"], texts[500]["depth"]) == (100, "500", "0")

@@ -8,7 +8,7 @@ BODIES = {MessageKind.READY: b"", MessageKind.RETURNED: b"x" * 1000, MessageKind
 STREAM = b"".join(encode_frame(kind, body, stamp=2.5) for kind, body in BODIES.items())
 
 
-@pytest.mark.parametrize("size", [1, HEADER.size, HEADER.size + 1, 1000, len(STREAM) - 1, len(STREAM)])
+@pytest.mark.parametrize("size", [1, HEADER.size, HEADER.size + 1, len(STREAM)])
 def test_messages_are_complete_whatever_the_pieces(size):
     frames = FrameDecoder()
     pieces = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]

@@ -54,12 +54,9 @@ def list_mappings():
 @pytest.mark.parametrize(
     ("array", "is_mapped"),
     [
-        (np.arange(2.0 * MANY).reshape(2, -1), True),
         (np.asfortranarray(np.arange(2.0 * MANY).reshape(2, -1)), True),
-        (np.arange(3 * MIN_BUFFER_SIZE, dtype="uint8"), True),
         (np.arange(MANY, dtype=">i8"), True),
         (np.zeros(MANY, dtype=[("a", "i4"), ("b", "f8", (2,))]), True),
-        (np.full(MANY, 1 + 2j), True),
         (np.arange(3), False),
         (np.arange(4.0 * MANY)[::2], True),  # not contiguous
         (np.array([{"a": 1}, None], dtype=object), False),
@@ -77,15 +74,12 @@ def test_an_array_comes_whole_and_writable(sent, array, is_mapped):
     np.testing.assert_array_equal(came, array)
     assert any(came.__array_interface__["data"][0] in mapping for mapping in list_mappings()) is is_mapped
     assert not (is_mapped and array.flags.forc) or came.flags.f_contiguous is array.flags.f_contiguous
-    assert came.flags.writeable
     came[...] = came.flat[0] if came.size else 0
 
 
 @both_ways
 @pytest.mark.parametrize("size", [0, 12, 6 * MANY])
-def test_bytes_of_all_kinds(sent, size):
-    data = os.urandom(size)
-    assert sent([data, bytearray(data), memoryview(data)]) == [data, bytearray(data), memoryview(data)]
+def test_views_of_all_sizes(sent, size):
     grid = memoryview(np.arange(2.0 * size).reshape(2, size))
     came = sent(grid)
     assert came.tobytes() == grid.tobytes()
@@ -102,15 +96,15 @@ def test_read_only_memory_stays_read_only(sent, size):
     assert sent(memoryview(array)).readonly
 
 
+BAD_VIEWS = [
+    (memoryview(bytes(100))[::2], "a memoryview that is not contiguous"),
+    (memoryview(np.zeros(3, complex)), "cannot pickle a memoryview of the format 'Z"),
+    (memoryview((ctypes.c_int * MANY)()), "cannot pickle a memoryview of the format '<"),
+]
+
+
 @both_ways
-@pytest.mark.parametrize(
-    ("view", "text"),
-    [
-        (memoryview(bytes(100))[::2], "a memoryview that is not contiguous"),
-        (memoryview(np.zeros(3, complex)), "cannot pickle a memoryview of the format 'Z"),
-        (memoryview((ctypes.c_int * MANY)()), "cannot pickle a memoryview of the format '<"),
-    ],
-)
+@pytest.mark.parametrize(("view", "text"), BAD_VIEWS)
 def test_a_memoryview_that_cannot_be_rebuilt_is_refused(sent, view, text):
     with pytest.raises(TypeError, match=text):
         sent(view)
@@ -127,7 +121,7 @@ def test_identical_objects_stay_identical(sent):
 SIZES = [0, 1, 7000, MIN_BUFFER_SIZE - 1, MIN_BUFFER_SIZE, MIN_BUFFER_SIZE + 1, 3 * MIN_BUFFER_SIZE]
 THINGS = st.one_of(
     st.sampled_from(SIZES).map(lambda size: np.arange(size, dtype="uint8")),
-    st.sampled_from(SIZES).map(bytes),
+    st.sampled_from(SIZES).flatmap(lambda size: st.sampled_from([bytes(size), bytearray(size), memoryview(bytes(size))])),
     st.sampled_from(SIZES).map(lambda size: "é" * size),
 )
 
@@ -136,6 +130,7 @@ THINGS = st.one_of(
 @given(things=st.lists(THINGS, max_size=6), sent=st.sampled_from([send_as_argument, send_as_value]))
 def test_any_mixture_of_small_and_large(things, sent):
     for came, thing in zip(sent(things), things, strict=True):
+        assert type(came) is type(thing)
         np.testing.assert_array_equal(came, thing)
 
 
@@ -144,10 +139,8 @@ def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
     before, open_before = list_mappings(), descriptors()
     first, second = sent([np.zeros(MANY), np.zeros(MANY)])
     row = second[3:]
-    assert len(list_mappings()) == len(before) + 1
-    assert descriptors() == open_before
     del first, second
-    assert len(list_mappings()) == len(before) + 1
+    assert (len(list_mappings()), descriptors()) == (len(before) + 1, open_before)
     row[:] = 1
     del row
     assert list_mappings() == before
@@ -172,33 +165,24 @@ def test_buffers_are_released_if_pickling_fails(sent):
 def send_parts(parts, args=(None,)):
     """Return the calls that the ranks get, and the size of the payload."""
     packed = call_payload.pack(FunctionCall(print, args, {"name": None}, None, parts=parts))
+    choices = [lambda _, number=number: number for number in range(len(parts))]
     try:
-        calls = [
-            call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds], lambda _, number=number: number)
-            for number in range(len(parts))
-        ]
-        return calls, packed.size
+        return [call_payload.unpack(packed.body, [*map(os.dup, packed.fds)], choose) for choose in choices], packed.size
     finally:
         packed.close()
 
 
-@pytest.mark.parametrize("factor", [1, MANY])
-def test_each_rank_gets_its_own_values(factor):
-    calls, _ = send_parts([{0: "a" * factor, "name": 1}, {0: "b" * factor, "name": 2}, {0: "c", "name": 3}])
-    assert [(*call.args, call.kwargs["name"]) for call in calls] == [("a" * factor, 1), ("b" * factor, 2), ("c", 3)]
-
-
-def test_what_all_ranks_get_is_sent_once_and_no_two_arrays_share_memory():
+def test_each_rank_gets_its_own_values_and_what_all_ranks_get_is_sent_once():
     arrays = [np.full(MANY, rank) for rank in range(4)]
     common = np.arange(MANY)
-    calls, size = send_parts([{0: array, "name": array[:]} for array in arrays], args=(None, common))
-    assert size < 9 * common.nbytes + 10 * os.sysconf("SC_PAGESIZE")
+    calls, size = send_parts([{0: array, "name": f"{array[0]}"} for array in arrays], args=(None, common))
+    assert size < 5 * common.nbytes + 10 * os.sysconf("SC_PAGESIZE")
     for rank, call in enumerate(calls):
         array, same = call.args
+        assert call.kwargs["name"] == f"{rank}"
         assert (array == rank).all()
         assert (same == common).all()
-        array[:] = -1  # neither another rank nor another array sees it
-        assert (call.kwargs["name"] == rank).all()
+        same[:] = array[:] = -1  # no other rank sees it
 
 
 def test_an_array_of_several_parts_is_written_once_and_is_one_object_in_each():

@@ -50,21 +50,18 @@ def test_all_ranks_stop_at_the_first_step_that_none_has_passed(counts, stride):
 
 
 def test_a_rank_waits_until_the_step_is_agreed_on():
-    with make_ranks(2) as ((waiting, other), memories):
-        assert not waiting.should_stop(3)
-        assert not other.should_stop(7)
-        for memory in memories:
-            memory.hold()
+    with make_ranks(1) as ((reader,), (memory,)):
+        assert not reader.should_stop(3)
+        memory.hold()
         answers = []
-        thread = threading.Thread(target=lambda: answers.append(waiting.should_stop(4)))
+        thread = threading.Thread(target=lambda: answers.append(reader.should_stop(4)))
         thread.start()
-        while memories[0].read_passed_step() != 3:  # it has asked about step 4, and takes that back
+        while memory.read_passed_step() != 3:  # it has asked about step 4, and takes that back
             os.sched_yield()
         assert answers == []
-        memories[0].agree(7)
+        memory.agree(7)
         thread.join()
-        assert answers == [False]
-        assert memories[0].read_passed_step() == 4
+        assert (answers, memory.read_passed_step()) == ([False], 4)
 
 
 def test_a_lower_step_begins_a_new_round():

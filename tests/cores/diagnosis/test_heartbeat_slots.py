@@ -4,14 +4,7 @@ import os
 
 import pytest
 
-from mpwatch.wire.shared_memory import (
-    HEARTBEAT_AT,
-    HEARTBEAT_SIZE,
-    SLOT_SIZE,
-    HeartbeatWriter,
-    open_slot,
-    read_heartbeat,
-)
+from mpwatch.wire.shared_memory import HEARTBEAT_AT, HEARTBEAT_SIZE, SLOT_SIZE, HeartbeatWriter, open_slot, read_heartbeat
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ The form is that of torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp`
 import pytest
 
 from mpwatch import CollectiveState, torch_private
-from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict
+from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from mpwatch.worker import collectives
-from mpwatch.worker.collectives import describe_rank
 
 SECOND = 10**9  # nanoseconds
 GROUPS = {
@@ -51,7 +50,7 @@ def answer(monkeypatch):
         monkeypatch.setattr(torch_private, "read_flight_recorder", lambda: list(entries))
         monkeypatch.setattr(collectives, "_groups", GROUPS)
         monkeypatch.setattr(collectives, "_torch_rank", rank)
-        return describe_rank()
+        return collectives.describe_rank()
 
     return answer
 
@@ -67,8 +66,8 @@ def test_a_collective_of_nccl(answer):
 
 
 FIRST = entry("broadcast", 1, (8,))
-GLOO = FIRST | {"profiling_name": "gloo:broadcast"}
 STARTED = entry("all_reduce", 2, (16,), state="started")
+GLOO = FIRST | {"profiling_name": "gloo:broadcast"}
 UNEVEN_BATCHES = [  # NCCL never changes the state of the calls of a batch. This is how it gathers uneven tensors
     [
         *(entry("_broadcast_oop", 1, (size,), state="scheduled", record_id=number) for number in range(3)),
@@ -76,58 +75,33 @@ UNEVEN_BATCHES = [  # NCCL never changes the state of the calls of a batch. This
     ]
     for size in (4, 5, 6)
 ]
-POINT_TO_POINT = [  # rank 2 takes no part
-    [FIRST, entry("send 0->1", 1, (4,), state="started", is_p2p=True, at=2)],
-    [
-        FIRST,
-        entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
-        entry("coalesced", 1, state="started", is_p2p=True, at=3),
-    ],
-    [FIRST],
+SENDS = entry("send 0->1", 1, (4,), state="started", is_p2p=True, at=2)
+RECEIVES_BATCH = [
+    entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
+    entry("coalesced", 1, state="started", is_p2p=True, at=3),
 ]
+POINT_TO_POINT = [[FIRST, SENDS], [FIRST, *RECEIVES_BATCH], [FIRST]]  # rank 2 takes no part
+
+CASES = {
+    # what the recorder of each rank has, the last call of each rank, the ranks that are blamed
+    "absent": ([[FIRST, STARTED], [FIRST, STARTED], [FIRST]], ["all_reduce", "all_reduce", "broadcast"], (2,)),
+    # each backend of a group numbers its calls
+    "two backends": (
+        [[GLOO, STARTED | {"collective_seq_id": 1}], [GLOO], [GLOO]],
+        ["all_reduce", *["broadcast"] * 2],
+        (1, 2),
+    ),
+    "batches": (UNEVEN_BATCHES, ["ALLGATHER_coalesced"] * 3, None),
+    "point-to-point": (POINT_TO_POINT, ["send", "batch_isend_irecv", "broadcast"], None),
+}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "last_calls", "expected"),
-    [
-        (
-            [[FIRST, STARTED], [FIRST, STARTED], [FIRST, entry("all_reduce", 2, (17,), state="scheduled")]],
-            ["all_reduce"] * 3,
-            (VerdictKind.MISMATCH, (2,), "rank 2 called all_reduce #2 with bfloat16[17], ranks 0-1 with bfloat16[16]"),
-        ),
-        (
-            [[FIRST, STARTED], [FIRST, STARTED], [FIRST]],
-            ["all_reduce", "all_reduce", "broadcast"],
-            (
-                VerdictKind.ABSENT,
-                (2,),
-                "rank 2 has not joined all_reduce #2 (bfloat16[16], default group), in which ranks 0-1 wait",
-            ),
-        ),
-        (  # each backend of a group numbers its calls
-            [[GLOO, entry("all_reduce", 1, (4,), state="started")], [GLOO], [GLOO]],
-            ["all_reduce", "broadcast", "broadcast"],
-            (
-                VerdictKind.ABSENT,
-                (1, 2),
-                "rank 1 has not joined all_reduce #1 (bfloat16[4], default group), in which rank 0 waits",
-            ),
-        ),
-        (UNEVEN_BATCHES, ["ALLGATHER_coalesced"] * 3, None),
-        (POINT_TO_POINT, ["send", "batch_isend_irecv", "broadcast"], None),
-    ],
-    ids=["other shape", "absent", "two backends", "batches", "point-to-point"],
-)
-def test_the_verdict(answer, ranks, last_calls, expected):
+@pytest.mark.parametrize(("ranks", "last_calls", "blamed"), CASES.values(), ids=CASES)
+def test_the_verdict(answer, ranks, last_calls, blamed):
     answers = {rank: answer(*entries, rank=rank) for rank, entries in enumerate(ranks)}
     assert [answers[rank].collectives[-1].name for rank in range(3)] == last_calls
     verdict = find_verdict(answers)
-    if expected is None:
-        assert verdict is None
-    else:
-        kind, blamed, sentence = expected
-        assert (verdict.kind, verdict.blamed) == (kind, blamed)
-        assert verdict.sentence.startswith(sentence)
+    assert (verdict and verdict.blamed) == blamed
 
 
 def test_a_recorder_that_has_lost_the_first_calls_does_not_say_that_they_were_not_made(answer):

@@ -24,7 +24,7 @@ from cores.diagnosis.evidence import (
     stopped,
     waiting,
 )
-from mpwatch import Progress, RunFailedError, RunResult, WorkerState
+from mpwatch import Progress, RunFailedError
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
 from mpwatch.results.run_result import format_report
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE, SCRIPT_FILE
@@ -38,18 +38,17 @@ def report(*ranks, **more):
     return format_report(judge(*ranks, **more)).splitlines()
 
 
-def report_silence(*ranks, silent, **more):
-    return report(*ranks, silent_ranks=silent, heartbeat_timeout=5.0, **more)
+def report_silence(*ranks, silent):
+    return report(*ranks, silent_ranks=silent, heartbeat_timeout=5.0)
 
 
 def test_512_ranks_take_a_line_for_each_fate():
     ranks = [STOPPED] * 512
     ranks[100], ranks[200], ranks[300] = CAUSE, raised(LOST_PEER, 9.5), raised(LOST_PEER, 9.6)
-    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
     assert report(*ranks) == [
         "rank 100 failed first: ValueError: x",
         "  ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher",
-        f"  ranks 200, 300: victims of rank 100: {lost}",
+        f"  ranks 200, 300: victims of rank 100: RuntimeError: {LOST_PEER}",
     ]
     beats = {rank: 4.0 + rank / 1000 for rank in range(512)}
     assert len(report_silence(*[WAITS] * 511, LOADS, silent=beats)) == 2
@@ -57,13 +56,10 @@ def test_512_ranks_take_a_line_for_each_fate():
 
 def test_ranks_are_grouped_by_where_they_were_and_many_groups_are_counted():
     places = [stopped(stack("step", line)) for line in (12, 88, 12)]
-    error = RunFailedError(judge(CAUSE, *places))
-    fates = [
-        "ranks 1, 3: stopped by the watcher (train.py:12 in step)",
-        "rank 2: stopped by the watcher (train.py:88 in step)",
+    assert report(CAUSE, *places)[1:] == [
+        "  ranks 1, 3: stopped by the watcher (train.py:12 in step)",
+        "  rank 2: stopped by the watcher (train.py:88 in step)",
     ]
-    assert str(error).splitlines() == ["rank 0 failed first: ValueError: x", *(f"  {line}" for line in fates)]
-    assert error.result.fates == fates
     lines = report(CAUSE, *(stopped(stack("step", line)) for line in range(1, 512)))
     assert lines[31:] == ["  and 481 more groups of ranks: see .failures and .stacks"]
 
@@ -71,8 +67,8 @@ def test_ranks_are_grouped_by_where_they_were_and_many_groups_are_counted():
 def test_peer_errors_without_a_cause_are_no_victims():
     lines = report(raised(LOST_PEER, 1.0), raised(LOST_PEER, 2.0), returned())
     head = "no rank was seen to fail by itself; the first to report a problem with a peer: rank 0: RuntimeError: [gloo/"
-    for start, line in zip((head, "  rank 1: RuntimeError: [gloo/", "  rank 2: had returned"), lines, strict=True):
-        assert line.startswith(start)
+    starts = [head, "  rank 1: RuntimeError: [gloo/", "  rank 2: had returned"]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
 @pytest.mark.parametrize(
@@ -103,8 +99,7 @@ def test_the_last_lines_that_an_interpreter_printed():
 def test_a_silent_rank_is_reported_with_its_last_step_and_its_victims_in_one_line():
     waits = stopped(f"{IN_C10D}\n{stack('train', 21).removeprefix(HEAD)}", heartbeat=HeartbeatSample(4.0, (4.0, 7, 20, {})))
     loads = {**LOADS, "heartbeat": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
-    beats = {"silent_ranks": {0: 4.0, 1: 4.1, 2: 4.5}, "heartbeat_timeout": 5.0}
-    result = judge(waits, waits, loads, **beats)
+    result = judge(waits, waits, loads, silent_ranks={0: 4.0, 1: 4.1, 2: 4.5}, heartbeat_timeout=5.0)
     at = "silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))"
     fate = "waited in all_reduce (train.py:21 in train), silent for 6.0 s at step 7 of 20"
     assert format_report(result).splitlines() == [f"rank 2 was {at}", f"  ranks 0-1: victims of rank 2: {fate}"]
@@ -114,11 +109,10 @@ def test_a_silent_rank_is_reported_with_its_last_step_and_its_victims_in_one_lin
 
 
 def test_a_silent_rank_is_reported_with_the_collective_that_it_has_not_joined():
-    ranks = (0, 1, 2)
-    late = {**STOPPED, "collectives": answer(1, call("barrier", 1, ranks=ranks))}
-    waits = [{**STOPPED, "collectives": answer(rank, waiting("barrier", 2, ranks=ranks))} for rank in ranks]
+    late = {**STOPPED, "collectives": answer(1, call("barrier", 1))}
+    waits = [{**STOPPED, "collectives": answer(rank, waiting("barrier", 2))} for rank in (0, 2)]
     text = "it has not joined barrier #2 (default group), in which ranks 0, 2 wait; its last collective was barrier #1"
-    lines = report_silence(waits[0], late, waits[2], silent={0: 4.0, 1: 4.5, 2: 4.0})
+    lines = report_silence(waits[0], late, waits[1], silent={0: 4.0, 1: 4.5, 2: 4.0})
     assert lines[0] == f"rank 1 was silent for 5.5 s (heartbeat_timeout=5); {text}: still at work"
 
 
@@ -129,37 +123,27 @@ def frames(*files):
     return HEAD + "".join(f'  File "{os.path.join(LIBRARY, file)}", line 1 in f\n' for file in files)
 
 
-TORCH = f"{LIBRARY}/torch/c10d.py"
+IN_STEP = f"{IN_C10D}\n{stack('step', 88, 'dist.f(x)').removeprefix(HEAD)}"
+UNPACK = f"{PACKAGE_FOLDER}/wire/pickling/call_payload.py"
 
 
 @pytest.mark.parametrize(
     ("stacks", "phrase"),
     [
         (stack("step", 88, "time.sleep(60)"), " (train.py:88 in step: time.sleep(60))"),
-        (stack("step", 88), " (train.py:88 in step)"),
-        (
-            f"{IN_C10D}\n{stack('step', 88, 'dist.f(x)').removeprefix(HEAD)}",
-            " in all_reduce (train.py:88 in step: dist.f(x))",
-        ),
-        (stack("f", 3, file=TORCH), " (c10d.py:3 in f)"),
+        (IN_STEP, " in all_reduce (train.py:88 in step: dist.f(x))"),
+        (stack("f", 3, file=f"{LIBRARY}/torch/c10d.py"), " (c10d.py:3 in f)"),
         (stack("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100} ...)"),
         (stack("step", 88, "run('# 1')  # calls C++"), " (train.py:88 in step: run('# 1'))"),
         (f'{HEAD}  File "<string>", line 2 in __init__\n  File "/me/a.py", line 8 in f', " in __init__ (a.py:8 in f)"),
         ("suspended, by SIGSTOP or SIGTSTP", " (suspended, by SIGSTOP or SIGTSTP)"),
-        ("", ""),
         # without code of the user, the place is in a package other than torch
-        (
-            frames("torch/graph.py", "torch/_tensor.py", "trainer/precision.py", "trainer/loop.py"),
-            " in f (precision.py:1 in f)",
-        ),
+        (frames("torch/graph.py", "trainer/precision.py", "trainer/loop.py"), " in f (precision.py:1 in f)"),
         (frames(threading.__file__, "torch/_tensor.py", "torchtrainer/loop.py"), " in f (loop.py:1 in f)"),
         # outside of the function
         (frames(f"{PACKAGE_FOLDER}/wire/shared_memory.py", "/home/me/train.py"), " (train.py:1 in f)"),
         (frames(f"{PACKAGE_FOLDER}/worker/process_group.py"), " while joining the process group"),
-        (
-            f'{stack("<module>", 3, "import x")}\n  File "{PACKAGE_FOLDER}/wire/pickling/call_payload.py", line 2 in unpack',
-            " while loading the call (train.py:3 in <module>: import x)",
-        ),
+        (frames("/home/me/train.py", UNPACK), " while loading the call (train.py:1 in f)"),
     ],
 )
 def test_where_a_rank_was(stacks, phrase):
@@ -168,9 +152,8 @@ def test_where_a_rank_was(stacks, phrase):
 
 def test_files_of_mpwatch_that_reports_recognise_exist():
     """A renamed module would silently lose its phrase, or show its frames as the user's."""
-    files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE]
-    files += [f"{PACKAGE_FOLDER}/..{file}" for file in (RANK_MAIN_FILE, SCRIPT_FILE)]
-    assert [file for file in files if not os.path.exists(file)] == []
+    files = [*ACTIVITIES_BY_FILE, f"/..{RANK_MAIN_FILE}", f"/..{SCRIPT_FILE}"]
+    assert [file for file in files if not os.path.exists(PACKAGE_FOLDER + file)] == []
 
 
 # --- tables of notebooks
@@ -181,8 +164,5 @@ def test_the_table_of_a_failure_escapes_what_ranks_say():
     html = error._repr_html_()
     assert html == error.result._repr_html_()
     assert "<script>" not in html
-    assert "<b>rank 0 failed first: ValueError: &lt;script&gt;</b>" in html
-    assert '<th style="text-align:left">rank 1</th>' in html
-    assert "(train.py:3 in &lt;module&gt;)" in html
-    assert "<summary>traceback of rank 0</summary>" in html
-    assert "__repr__" not in RunResult(WorkerState.STOPPED, reason="why")._repr_html_()
+    shown = ("<b>rank 0 failed first: ValueError: &lt;script&gt;</b>", ">rank 1</th>", "(train.py:3 in &lt;module&gt;)")
+    assert all(text in html for text in (*shown, "<summary>traceback of rank 0</summary>"))

@@ -2,25 +2,28 @@
 
 import heapq
 import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cores.diagnosis.evidence import answer, call, waiting
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
 
 SLOWEST_ANSWER = 0.9
+STALL_AFTER = st.sampled_from([0.5, 1.0, 2.0, 4.0, 20.0]) | st.floats(0.5, 120.0)
+DELAYS = st.lists(st.floats(0.0, SLOWEST_ANSWER), min_size=1, max_size=9)
 
 
 class Simulation:
     """A monitor and the ranks that it asks. Each rank answers after a delay."""
 
-    def __init__(self, stall_after, answer_of, nprocs=3, delays=(0.0,)):
+    def __init__(self, stall_after, answer_of, delays=(0.0,)):
         self.now, self._timers, self._order = 0.0, [], itertools.count()
         self._answer_of, self._delays = answer_of, itertools.cycle(delays)
         self.warned_at, self.ended_at, self.is_checking = [], [], True
-        ranks = [self._make_rank(number) for number in range(nprocs)]
+        ranks = [self._make_rank(number) for number in range(3)]
         self.monitor = CollectiveMonitor(
             lambda: ranks,
             stall_after,
@@ -49,13 +52,15 @@ class Simulation:
             self.call_at(self.now + next(self._delays), lambda: self.monitor.add(rank, self._answer_of(number, self.now)))
             return True
 
-        sockets = SimpleNamespace(is_open=True, ask=ask)
-        rank = SimulatedRank(number=number, collective_sockets=sockets, observations=SimpleNamespace(answer=None))
+        rank = SimulatedRank(number, SimpleNamespace(is_open=True, ask=ask))
         return rank
 
 
-class SimulatedRank(SimpleNamespace):
-    __eq__, __hash__ = object.__eq__, object.__hash__
+@dataclass(eq=False)
+class SimulatedRank:
+    number: int
+    collective_sockets: SimpleNamespace
+    observations = SimpleNamespace(answer=None)
 
 
 def is_late(begun_at):
@@ -69,12 +74,7 @@ def is_late(begun_at):
     return answer_of
 
 
-@settings(deadline=None)
-@given(
-    stall_after=st.sampled_from([0.5, 1.0, 2.0, 4.0, 20.0]) | st.floats(0.5, 120.0),
-    begun_at=st.floats(0.0, 20.0),
-    delays=st.lists(st.floats(0.0, SLOWEST_ANSWER), min_size=1, max_size=9),
-)
+@given(stall_after=STALL_AFTER, begun_at=st.floats(0.0, 20.0), delays=DELAYS)
 def test_each_wait_is_told_once_and_within_one_period(stall_after, begun_at, delays):
     simulation = Simulation(stall_after, is_late(begun_at), delays=delays)
     simulation.run_until(begun_at + 3 * stall_after + 20.0)
@@ -84,16 +84,10 @@ def test_each_wait_is_told_once_and_within_one_period(stall_after, begun_at, del
     assert not simulation.ended_at
 
 
-@settings(deadline=None)
-@given(
-    stall_after=st.sampled_from([0.5, 1.0, 2.0, 4.0, 20.0]) | st.floats(0.5, 120.0),
-    delays=st.lists(st.floats(0.0, SLOWEST_ANSWER), min_size=1, max_size=9),
-)
+@given(stall_after=STALL_AFTER, delays=DELAYS)
 def test_ranks_that_never_match_end_the_call_soon(stall_after, delays):
-    def answer_of(number, _):
-        return answer(number, waiting("barrier", 1) if number == 1 else waiting("all_reduce", 1, 16))
-
-    simulation = Simulation(stall_after, answer_of, delays=delays)
+    calls = {0: waiting("all_reduce", 1, 16), 1: waiting("barrier", 1), 2: waiting("all_reduce", 1, 16)}
+    simulation = Simulation(stall_after, lambda rank, _: answer(rank, calls[rank]), delays=delays)
     simulation.run_until(60.0)
     assert simulation.ended_at[0] <= 2 * min(5.0, stall_after / 4) + 2 * SLOWEST_ANSWER + 1.0
 

@@ -10,8 +10,6 @@ from mpwatch import FailureKind, ProcessFailure, RestartPolicy
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
 
 NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
-USED_UP = "all restarts are used up (max_restarts=2)"
-BEFORE_THE_CALL = "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"
 
 
 def failure(kind=FailureKind.EXCEPTION, exception=None):
@@ -19,12 +17,8 @@ def failure(kind=FailureKind.EXCEPTION, exception=None):
     return ProcessFailure(**where, kind=kind, exit_code=3, exception=exception)
 
 
-def raised(error):
-    return failure(exception=error)
-
-
-EXIT, START = failure(FailureKind.EXIT), failure(FailureKind.START)
-VALUE_ERROR = raised(ValueError("boom"))
+EXIT = failure(FailureKind.EXIT)
+VALUE_ERROR = failure(exception=ValueError("boom"))
 
 
 def decide(policy, *attempts, rng_value=0.5):
@@ -41,11 +35,8 @@ def decide_delays(policy, *attempts, **more):
     ("options", "rng_value", "delays"),
     [
         ({"delay": 1.5, "max_delay": 20.0, "jitter": 0.0}, 0.5, [1.5, 3.0, 6.0, 12.0, 20.0, 20.0]),
-        ({"delay": 100.0, "max_delay": 2.0, "jitter": 0.0}, 0.5, [2.0, 2.0]),
-        ({"delay": 0.0, "jitter": 1.0}, 1.0, [0.0, 0.0]),
         ({"delay": 10.0, "jitter": 0.25}, 0.0, [7.5, 15.0]),
         ({"delay": 10.0, "jitter": 0.25}, 1.0, [12.5, 25.0]),
-        ({"delay": 10.0, "max_delay": 10.0, "jitter": 0.5}, 1.0, [10.0, 10.0]),
     ],
 )
 def test_the_delay_doubles_with_a_jitter_up_to_a_limit(options, rng_value, delays):
@@ -59,18 +50,10 @@ def test_without_an_rng_the_jitter_is_random():
     assert all(9.0 <= delay <= 11.0 for delay in delays)
 
 
-@given(
-    st.integers(0, 30),
-    st.floats(0, 1e308),
-    st.floats(0, 1e308),
-    st.floats(0, 1),
-    st.lists(st.floats(0, 1), min_size=40, max_size=40),
-)
-def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, random_numbers):
-    source = iter(random_numbers)
+@given(st.integers(0, 30), st.floats(0, 1e308), st.floats(0, 1e308), st.floats(0, 1), st.floats(0, 1))
+def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, random):
     policy = RestartPolicy(max_restarts, delay=delay, max_delay=max_delay, jitter=jitter)
-    budget = RestartBudget(policy, rng=lambda: next(source))
-    decisions = [budget.decide(FailedAttempt(cause=VALUE_ERROR)) for _ in range(40)]
+    decisions = decide(policy, *[{}] * 40, rng_value=random)
     restarts = [decision for decision in decisions if decision.delay is not None]
     assert len(restarts) == max_restarts
     assert all(0.0 <= decision.delay <= max_delay for decision in restarts)
@@ -82,7 +65,7 @@ def test_a_failure_that_is_not_restarted_uses_up_no_restart():
     policy = RestartPolicy(2, retry_if=ValueError)
     wrong, right = {"cause": EXIT}, {}
     reasons = [decision.no_restart_reason for decision in decide(policy, wrong, right, wrong, right, right, wrong)]
-    assert reasons == [NOT_IN_RETRY_IF, "", NOT_IN_RETRY_IF, "", USED_UP, USED_UP]
+    assert reasons == [NOT_IN_RETRY_IF, "", NOT_IN_RETRY_IF, "", *["all restarts are used up (max_restarts=2)"] * 2]
     assert decide(RestartPolicy(0), {})[0].no_restart_reason == ""
 
 
@@ -100,15 +83,10 @@ def test_reset_after_resets_restarts_and_delay_but_not_the_attempts_without_prog
     ("limit", "steps", "reason"),
     [
         (1, (None, None), "no step was reported after the last restart (max_no_progress=1)"),
-        (2, (None, None, None), "no step was reported after 2 restarts in a row (max_no_progress=2)"),
-        (1, (5, 5), "no step beyond 5 was reported after the last restart (max_no_progress=1)"),
         (1, (5, None), "no step beyond 5 was reported after the last restart (max_no_progress=1)"),
         (2, (5, 9, 7, 9), "no step beyond 9 was reported after 2 restarts in a row (max_no_progress=2)"),
         (2, (5, 5, 6, 6, 6), "no step beyond 6 was reported after 2 restarts in a row (max_no_progress=2)"),
         (1, (None, 0, 0), "no step beyond 0 was reported after the last restart (max_no_progress=1)"),
-        (3, (5, 1, 2, 3), "no step beyond 5 was reported after 3 restarts in a row (max_no_progress=3)"),
-        (2, (None, 0, 1, 2), ""),
-        (2, (0, 1, 1, 2, 2, 3), ""),
         (2, (7, 6, 8, 8, 9), ""),
         (None, [None] * 50, ""),
     ],
@@ -121,21 +99,14 @@ def test_too_many_attempts_without_progress_end_the_run(limit, steps, reason):
 @pytest.mark.parametrize(
     ("retry_if", "cause", "is_wanted"),
     [
-        (OSError, raised(OSError()), True),
-        (OSError, raised(ConnectionError()), True),
-        (ConnectionError, raised(OSError()), False),
-        (ConnectionError, EXIT, False),
-        (Exception, raised(KeyboardInterrupt()), False),
+        (OSError, failure(exception=ConnectionError()), True),
+        (ConnectionError, failure(exception=OSError()), False),
+        (Exception, failure(exception=KeyboardInterrupt()), False),
         (SystemExit, failure(FailureKind.EXIT, SystemExit(3)), True),
-        (FailureKind.EXIT, EXIT, True),
         (FailureKind.EXIT, VALUE_ERROR, False),
-        (FailureKind.START, START, True),
-        ((OSError, ValueError), VALUE_ERROR, True),
         ([FailureKind.OOM, FailureKind.EXIT], EXIT, True),
-        ({FailureKind.OOM, FailureKind.SIGNAL}, EXIT, False),
-        ({ValueError, FailureKind.OOM}, VALUE_ERROR, True),
         ({KeyError, FailureKind.EXCEPTION}, VALUE_ERROR, True),
-        (TypeError, raised(TypeError()), True),
+        (TypeError, failure(exception=TypeError()), True),
         (lambda failure: failure.exit_code == 3, EXIT, True),
         (lambda failure: failure.exit_code == 4, EXIT, False),
         (lambda failure: False, None, True),  # there is no root cause to ask about
@@ -146,27 +117,23 @@ def test_retry_if_says_which_failures_are_restarted(retry_if, cause, is_wanted):
     assert (decision.delay, decision.no_restart_reason) == ((0.0, "") if is_wanted else (None, NOT_IN_RETRY_IF))
 
 
-@pytest.mark.parametrize("cause", [VALUE_ERROR, EXIT, raised(KeyError()), failure(FailureKind.HANG), None])
-@pytest.mark.parametrize("had_heartbeat", [False, True])
-def test_by_default_failures_are_restarted(cause, had_heartbeat):
-    assert decide_delays(RestartPolicy(1), {"cause": cause, "had_heartbeat": had_heartbeat}) == [0.0]
+def test_by_default_failures_are_restarted_but_failed_starts_are_not():
+    for cause in (VALUE_ERROR, EXIT, failure(FailureKind.HANG), None):
+        assert decide_delays(RestartPolicy(1), {"cause": cause}) == [0.0]
+    (decision,) = decide(RestartPolicy(1), {"cause": failure(FailureKind.START, OSError())})
+    assert decision.no_restart_reason.startswith("the rank failed before it called the function")
 
 
 @pytest.mark.parametrize("error", [TypeError, UnboundLocalError, AttributeError, ModuleNotFoundError, IndentationError])
 def test_by_default_programming_errors_are_restarted_only_after_a_heartbeat(error):
-    wrong = {"cause": raised(error("x"))}
+    wrong = {"cause": failure(exception=error("x"))}
     first, second = decide(RestartPolicy(3), wrong, {**wrong, "had_heartbeat": True})
     text = f"{error.__name__} before the first heartbeat or report counts as an error in the code"
     assert first.no_restart_reason.startswith(text)
     assert second.delay == 0.0
 
 
-@pytest.mark.parametrize("cause", [START, failure(FailureKind.START, OSError())])
-def test_by_default_failed_starts_are_not_restarted(cause):
-    assert decide(RestartPolicy(1), {"cause": cause})[0].no_restart_reason == BEFORE_THE_CALL
-
-
-@pytest.mark.parametrize(("left", "text"), [(4.0, "4.0"), (3.94, "3.9"), (-2.0, "0.0"), (4.1, None)])
+@pytest.mark.parametrize(("left", "text"), [(4.0, "4.0"), (-2.0, "0.0"), (4.1, None)])
 def test_there_is_no_restart_if_the_timeout_ends_during_the_delay(left, text):
     policy = RestartPolicy(1, delay=4.0, jitter=0.0)
     first, second = decide(policy, {"seconds_left": lambda: left}, {"seconds_left": lambda: math.inf})

@@ -9,15 +9,12 @@ NVIDIA_INFORMATION = """\
 Model: \t\t NVIDIA H100 80GB HBM3
 IRQ:   \t\t 236
 GPU UUID: \t {uuid}
-Video BIOS: \t 96.00.61.00.01
-Bus Type: \t PCIe
 Device Minor: \t {minor}
 GPU Excluded:\t {excluded}
 """
 KFD_PROPERTIES = """\
-cpu_cores_count {cpus}
+cpu_cores_count 0
 simd_count {simds}
-gfx_target_version 90402
 location_id {location}
 domain 0
 drm_render_minor {minor}
@@ -36,10 +33,6 @@ class SimulatedMachine:
         file.write_text(text)
         return self
 
-    def add_cpu(self, cpu, *, siblings=None):
-        siblings = cpu if siblings is None else siblings
-        return self.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{siblings}\n")
-
     def add_node(self, node, cpus):
         return self.write(f"sys/devices/system/node/node{node}/cpulist", f"{cpus}\n")
 
@@ -49,7 +42,8 @@ class SimulatedMachine:
         for core in range(total):
             cpus = [core + thread * total for thread in range(threads)]
             for cpu in cpus:
-                self.add_cpu(cpu, siblings=",".join(map(str, cpus)))
+                file = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+                self.write(file, ",".join(map(str, cpus)))
         per_node = cores // nodes_per_package
         for node in range(packages * nodes_per_package):
             first = node * per_node
@@ -71,21 +65,12 @@ class SimulatedMachine:
             self.add_nvidia_gpu(f"0000:{16 * number + 5:02x}:00.0", number ^ 1, node=node)
         return self
 
-    def add_amd_gpus(self, nodes, *, without_device=()):
+    def add_amd_gpus(self, nodes):
         """Add a CPU, and a GPU for each NUMA node in the list."""
-        folder = "sys/class/kfd/kfd/topology/nodes"
         self.write("dev/kfd", "")
-        self.write(f"{folder}/0/properties", KFD_PROPERTIES.format(cpus=64, simds=0, location=0, minor=0, unique_id=0))
-        for number, node in enumerate(nodes):
-            properties = {
-                "cpus": 0,
-                "simds": 304,
-                "location": (number + 1) << 8,
-                "minor": 128 + number,
-                "unique_id": number + 1,
-            }
-            self.write(f"{folder}/{number + 1}/properties", KFD_PROPERTIES.format(**properties))
-            self.write(f"sys/bus/pci/devices/0000:{number + 1:02x}:00.0/numa_node", f"{node}\n")
-            if number not in without_device:
-                self.write(f"dev/dri/renderD{128 + number}", "")
+        for number, node in enumerate([None, *nodes]):
+            values = {"simds": 304 * bool(number), "location": number << 8, "minor": 127 + number, "unique_id": number}
+            self.write(f"sys/class/kfd/kfd/topology/nodes/{number}/properties", KFD_PROPERTIES.format(**values))
+            self.write(f"sys/bus/pci/devices/0000:{number:02x}:00.0/numa_node", f"{node}\n")
+            self.write(f"dev/dri/renderD{127 + number}", "")
         return self

@@ -1,6 +1,5 @@
 """The CPUs of each rank, on machines that are simulated as folders and on any machine that hypothesis can think of."""
 
-import itertools
 import os
 
 import hypothesis
@@ -22,23 +21,13 @@ def read(machine, cpus):
     return read_cores(frozenset(cpus), machine.root)
 
 
-def split(machine, cpus, ranks):
-    return [sorted(part) for part in split_cores(read(machine, cpus), ranks)]
-
-
-def choose(machine, cpus, gpu_nodes):
-    return [sorted(part) for part in choose_nodes(read(machine, cpus), gpu_nodes)]
-
-
 def bind(cores, option, ranks, gpu_nodes=None):
     return [bind_rank(option, worker(rank, ranks), cores, gpu_nodes or [None] * ranks) for rank in range(ranks)]
 
 
-def worker(local_rank, ranks):
-    numbers = {"rank": local_rank, "local_rank": local_rank, "world_size": ranks, "local_world_size": ranks}
-    return Worker(
-        **numbers, role_rank=local_rank, role_world_size=ranks, run_id="test", master_addr="127.0.0.1", master_port=1
-    )
+def worker(rank, ranks):
+    sizes = {"world_size": ranks, "local_world_size": ranks, "role_world_size": ranks}
+    return Worker(rank=rank, local_rank=rank, role_rank=rank, **sizes, run_id="test", master_addr="here", master_port=1)
 
 
 def test_cores_are_read_with_their_threads_and_numa_nodes(machine):
@@ -48,8 +37,6 @@ def test_cores_are_read_with_their_threads_and_numa_nodes(machine):
 
 def test_cores_of_one_node_are_neighbours_even_if_numbers_alternate(machine):
     """Some firmware numbers CPUs in turn: the even ones are in package 0."""
-    for cpu in range(8):
-        machine.add_cpu(cpu)
     machine.add_node(0, "0,2,4,6").add_node(1, "1,3,5,7")
     assert [core.cpus[0] for core in read(machine, range(8))] == [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -70,38 +57,39 @@ def test_the_cores_of_this_machine_have_all_cpus_once():
 @pytest.mark.parametrize(
     ("sizes", "allowed", "parts"),
     [
-        ((2, 2, 2), range(8), [[*range(8)]]),
         ((2, 2, 2), range(8), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        ((2, 2, 2), range(8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ((1, 5, 2), range(10), [[0, 1, 5, 6], [2, 7], [3, 8], [4, 9]]),  # the first ranks have one core more
         ((1, 3, 2), range(6), [[0, 3], [1, 4], [2], [5]]),  # neighbours are together
         ((2, 8, 2), {4, 5, 6, 7, 20, 21}, [[4, 5, 20, 21], [6, 7]]),
-        (None, {2, 3, 5, 7, 11}, [[2, 3, 5], [7, 11]]),  # no files in /sys
+        ((0, 0, 1), {2, 3, 5, 7, 11}, [[2, 3, 5], [7, 11]]),  # no files in /sys
     ],
 )
 def test_the_cores_of_a_machine_are_split(machine, sizes, allowed, parts):
-    if sizes:
-        machine.add_sockets(*sizes[:2], threads=sizes[2])
-    assert split(machine, allowed, len(parts)) == parts
+    packages, cores, threads = sizes
+    machine.add_sockets(packages, cores, threads=threads)
+    assert [sorted(part) for part in split_cores(read(machine, allowed), len(parts))] == parts
 
 
-def test_the_error_of_too_few_cpus_says_how_many_ranks_are_possible(machine):
+def test_the_error_of_too_few_cpus_says_how_many_ranks_are_possible():
     with pytest.raises(ValueError, match=r"each of the 3 ranks .* only CPUs 0, 4; use nprocs=2 at most, or leave cpus out"):
-        split(machine, {0, 4}, 3)
+        split_cores([Core((0, 4))], 3)
 
 
-def test_each_rank_has_the_numa_node_of_its_gpu(machine):
-    machine.add_sockets(2, 2)
-    assert choose(machine, range(4), [1, 1, 0, 0]) == [[2, 3], [2, 3], [0, 1], [0, 1]]
+FOUR_NODES = [Core((cpu,), cpu // 2) for cpu in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes_of_ranks"), [(1, [[0, 1, 2, 3]]), (2, [[0, 1], [2, 3]]), (6, [[0], [0], [1], [2], [2], [3]])]
+    ("gpu_nodes", "nodes"),
+    [
+        ([1, 1, 0, 0], [[1], [1], [0], [0]]),
+        ([None], [[0, 1, 2, 3]]),
+        ([None, 9], [[0, 1], [2, 3]]),
+        ([None] * 6, [[0], [0], [1], [2], [2], [3]]),
+    ],
 )
-def test_without_gpus_the_numa_nodes_are_dealt_out(machine, ranks, nodes_of_ranks):
-    machine.add_sockets(2, 4, nodes_per_package=2)
-    expected = [[cpu for node in nodes for cpu in (2 * node, 2 * node + 1)] for nodes in nodes_of_ranks]
-    assert choose(machine, range(8), [None] * ranks) == expected
+def test_each_rank_has_the_numa_node_of_its_gpu_or_a_share_of_all(gpu_nodes, nodes):
+    expected = [{cpu for node in own for cpu in (2 * node, 2 * node + 1)} for own in nodes]
+    assert choose_nodes(FOUR_NODES, gpu_nodes) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,7 +108,7 @@ def test_ranks_on_the_same_cpus_share_them(machine, option, ranks, gpu_nodes, sh
 TWO_CORES = [Core((0, 1)), Core((2, 3))]
 
 
-@pytest.mark.parametrize("returned", [{1, 0, 2}, [2, 1, 0, 0], iter((0, 1, 2)), dict.fromkeys((0, 1, 2)), np.arange(3)])
+@pytest.mark.parametrize("returned", [[2, 1, 0, 0], iter((0, 1, 2)), np.arange(3)])
 def test_a_function_may_return_any_collection_of_cpus(returned):
     binding = bind_rank(lambda _: returned, worker(0, 1), TWO_CORES, [])
     assert (binding.cpus, binding.core_share, binding.cpu_share) == ({0, 1, 2}, 2, 3)
@@ -142,14 +130,12 @@ def test_what_a_function_returns_is_checked(returned, error, text):
 
 
 def make_cores(rows):
-    numbers = itertools.count()
-    for node, threads in rows:
-        yield Core(tuple(itertools.islice(numbers, threads)), node)
+    starts = [sum(threads for _, threads in rows[:n]) for n in range(len(rows))]
+    return [Core((*range(start, start + threads),), node) for start, (node, threads) in zip(starts, rows, strict=True)]
 
 
-MACHINES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=40).map(
-    lambda rows: [*make_cores(sorted(rows))]
-)
+ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=40)
+MACHINES = ROWS.map(sorted).map(make_cores)
 GPU_NODES = st.lists(st.none() | st.integers(0, 7), min_size=1, max_size=20)
 
 
@@ -160,9 +146,8 @@ def test_any_split_has_each_cpu_once_and_is_fair(cores, data):
     parts = split_cores(cores, ranks)
     assert len(parts) == ranks
     assert [cpu for part in parts for cpu in sorted(part)] == cpus
-    if ranks > len(cores):
-        counts = list(map(len, parts))
-    else:
+    counts = list(map(len, parts))
+    if ranks <= len(cores):
         assert all(part.issuperset(core.cpus) or part.isdisjoint(core.cpus) for part in parts for core in cores)
         counts = [sum(part.issuperset(core.cpus) for core in cores) for part in parts]
     assert max(counts) - min(counts) <= 1
