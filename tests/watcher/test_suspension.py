@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support import screens
 from support.process_state import is_alive
 from support.programs import ENV, TESTS, command
 from watcher import suspended_functions
@@ -90,14 +91,9 @@ class Program:
     def __init__(self, gate, function, *args):
         self._gate = gate
         self.pids = []  # of each rank, and of its helper
-        self.process = subprocess.Popen(
-            [sys.executable, *command(function, str(gate), *args)],
-            env={**ENV, "PYTHONWARNINGS": "default"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
+        command_line = [sys.executable, *command(function, str(gate), *args)]
+        options = {"env": {**ENV, "PYTHONWARNINGS": "default"}, "text": True, "process_group": 0}
+        self.process = subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
     def read_line(self):
         return self.process.stdout.readline()
@@ -119,15 +115,9 @@ class Program:
         wait_until(lambda: catches_ctrl_z(self.process.pid))
         before = cpu_seconds(self.pids)
         self.send(signal.SIGTSTP)
-        self.wait_for_stop()
-        check_suspension(self.pids, before)
-
-    def wait_for_stop(self):
         stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         assert stopped.si_code == os.CLD_STOPPED, self.process.communicate()
-
-    def resume(self):
-        self.send(signal.SIGCONT)
+        check_suspension(self.pids, before)
 
     def finish(self):
         """Let the ranks return. Return the exit status, stdout and stderr of the program."""
@@ -152,7 +142,7 @@ def test_ranks_and_helpers_stop_and_go_on_with_the_program(start, function, roun
     program = start(function, {})
     for _ in range(rounds):
         program.suspend()
-        program.resume()
+        program.send(signal.SIGCONT)
         wait_until(lambda: are_all_running([program.process.pid, *program.pids]))
     assert program.finish() == (0, RESULT, "")
 
@@ -161,7 +151,7 @@ def test_no_limit_counts_the_suspension(start):
     program = start(suspended_functions.call, {"timeout": 2.0, "heartbeat_timeout": 1.0})
     program.suspend()
     stay_suspended(2.5)
-    program.resume()
+    program.send(signal.SIGCONT)
     assert program.finish() == (0, RESULT, "")
 
 
@@ -172,7 +162,7 @@ def test_a_signal_during_the_suspension_is_delivered_afterwards(start, signum):
     program.send(signum)
     stay_suspended(0.1)
     assert have_all_stopped([program.process.pid, *program.pids])
-    program.resume()
+    program.send(signal.SIGCONT)
     assert program.wait_for_end()[:2] == (-signum, "")
 
 
@@ -197,9 +187,6 @@ def test_a_host_with_its_own_way_is_left_alone(start, function, output):
 
 
 def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
-    pytest.importorskip("pyte")
-    from support.screens import Program as TerminalProgram
-
     def has(row, times=1):
         return lambda rows: rows.count(row) == times
 
@@ -208,7 +195,7 @@ def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
         return [int(pid) for pids in found for pid in pids]
 
     arguments = [str(TESTS / "support" / "job_shell.py"), *command(suspended_functions.run, str(gate), {"timeout": 60})]
-    with TerminalProgram(*arguments, env=ENV) as terminal:
+    with screens.Program(*arguments, env=ENV) as terminal:
         assert terminal.read_until(lambda rows: len(find_pids(rows)) == 4)
         pids = find_pids(terminal.emulator.rows())
         for number in (1, 2):
@@ -231,10 +218,7 @@ def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
 
 def test_ctrl_z_does_nothing_in_a_terminal_without_a_shell(gate):
     """The program leads the session, as with `ssh -t host python x.py`. Nothing there could continue it."""
-    pytest.importorskip("pyte")
-    from support.screens import Program as TerminalProgram
-
-    with TerminalProgram(*command(suspended_functions.run, str(gate), {"timeout": 60}), env=ENV) as terminal:
+    with screens.Program(*command(suspended_functions.run, str(gate), {"timeout": 60}), env=ENV) as terminal:
         assert terminal.read_until(lambda rows: sum(row.startswith("running") for row in rows) == 2)
         terminal.type(CTRL_Z)
         assert terminal.read_until(lambda rows: any("^Z" in row for row in rows))  # only later output is not discarded

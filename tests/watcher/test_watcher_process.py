@@ -1,12 +1,10 @@
 """The process of the watcher: what signals and its death do to the ranks."""
 
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from support import failing
 from support.process_state import is_alive
 from support.programs import ENV, call, command, python
 from support.thoroughness import choose
-from watcher import interrupting_functions
 from watcher.watched_program import PATIENT_RUN, RUN, main
 
 SAVE = r"signal.signal(2, lambda *_: (os.write(1, b'saved\n'), os._exit(0)))"
@@ -190,41 +187,12 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     assert err.endswith("KeyboardInterrupt\n")
 
 
-def set_event_and_wait(started):
-    started.set()
-    while True:  # not signal.pause(), which may begin just after the signal has come
-        # It calls the handlers. In a child that a thread has forked, the interpreter of Python 3.13 and newer does not.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        time.sleep(0.01)
-
-
-def test_a_child_that_the_host_forks_during_a_run_has_its_own_signals(barrier):
-    codes = []
-
-    def fork_and_terminate():
-        forked = multiprocessing.get_context("fork")
-        started = forked.Event()  # Python forgets signals that reach a child before its first instruction
-        child = forked.Process(target=set_event_and_wait, args=(started,))
-        child.start()
-        started.wait()
-        child.terminate()
-        child.join()
-        codes.append(child.exitcode)
-        barrier.wait()
-
-    thread = threading.Thread(target=fork_and_terminate)
-    thread.start()
-    list(mpwatch.run(interrupting_functions.waits_at_barrier, 2, args=(barrier,)))
-    thread.join()
-    assert codes == [-signal.SIGTERM]
-
-
-def test_ranks_do_not_ignore_sigterm_if_the_host_does():
+def test_ranks_do_not_ignore_sigterm_if_the_host_does(barrier):
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         start = time.monotonic()
-        with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first"):
-            mpwatch.run(interrupting_functions.only_rank_0_raises, 4, grace_period=60)
+        with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+            mpwatch.run(failing.call_on_rank_1, 3, args=(failing.raises_value_error, barrier), grace_period=60)
         assert time.monotonic() - start < 20
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -9,16 +9,9 @@ import pytest
 
 from support.programs import ENV, python
 
-SCRIPT = '''
-"""A script without a guard, whose functions run in ranks. It checks itself."""
-
-import argparse
-import functools
-import multiprocessing
-import pickle
-import sys
+SCRIPT = """
+import functools, multiprocessing, pickle, sys
 from dataclasses import dataclass
-
 import mpwatch
 
 print("the top of the script runs", flush=True)
@@ -33,10 +26,9 @@ class Cfg:
     def count(self):
         return counter
 
-class TooBad(Exception):
-    def __init__(self, code, *, why):
-        super().__init__(why)
-        self.code = code
+@functools.cache
+def cached(n):
+    return n + counter
 
 def even(n):
     return n == 0 or odd(n - 1)
@@ -44,12 +36,7 @@ def even(n):
 def odd(n):
     return n != 0 and even(n - 1)
 
-@functools.cache
-def cached(n):
-    return n + counter
-
 counter = 0
-options = argparse.Namespace(lr=0.0)
 
 def train(cfg):
     global counter
@@ -59,24 +46,14 @@ def train(cfg):
     assert pickle.loads(pickle.dumps(cfg)) == cfg
     assert all(pickle.loads(pickle.dumps(thing)) is thing for thing in (Cfg.Inner, even))
     assert even(10) and cached(2) == 3
-    Cfg.changed = "in the rank"
-    return cfg, options.lr, __name__, pickle.dumps(cfg)
+    Cfg.Inner.changed = "in the rank"
+    return cfg, __name__, pickle.dumps(cfg), odd
 
-def fail():
-    raise TooBad(7, why="as it happens")
-
-options.lr = 0.5
 cfg = Cfg(0.1)
-for value, lr, name, pickled in mpwatch.run(train, 2, args=(cfg,)):
+for value, name, pickled, function in mpwatch.run(train, 2, args=(cfg,)):
     assert type(value) is Cfg and value == cfg == pickle.loads(pickled)
-    assert (lr, name) == (0.5, "__main__")
-assert counter == 0 and not hasattr(Cfg, "changed") and Cfg.count.__globals__ is globals()
-assert mpwatch.run(lambda: (odd, Cfg, Cfg.Inner), 1)[0] == (odd, Cfg, Cfg.Inner)
-try:
-    mpwatch.run(fail, 2)
-except mpwatch.RunFailedError as error:
-    cause = error.__cause__
-assert (type(cause), cause.code) == (TooBad, 7)
+    assert name == "__main__" and function is odd
+assert counter == 0 and not hasattr(Cfg.Inner, "changed") and Cfg.count.__globals__ is globals()
 assert multiprocessing.get_start_method(allow_none=True) is None
 
 def relative():
@@ -86,7 +63,7 @@ def relative():
 if __package__:
     assert mpwatch.run(relative, 1)[0] == 5
 print("all is well")
-'''
+"""
 
 
 @pytest.mark.parametrize(
