@@ -151,7 +151,7 @@ def test_a_rank_without_items_is_not_late(caplog):
     assert next(values) == 0
     time.sleep(1)  # twice the time in which a late rank would be stopped
     assert list(values) == list(range(1, 10))
-    assert not caplog.records  # no rank was restarted
+    assert not [text for text in caplog.messages if "restart" in text]
 
 
 @pytest.mark.parametrize("function", [fn.make_lock, fn.make_bad_value])

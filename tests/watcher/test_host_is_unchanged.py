@@ -4,6 +4,7 @@ import gc
 import locale
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import signal
@@ -85,8 +86,11 @@ def succeeds():
 
 
 def fails():
+    def raise_on_rank_0():
+        return failing.raises_value_error() if failing.rank() == 0 else failing.wait_to_be_stopped()
+
     with pytest.raises(mpwatch.RunFailedError):
-        mpwatch.run(failing.call_on_rank_1, 2, args=(failing.raises_value_error, SPAWN.Barrier(2)))
+        mpwatch.run(raise_on_rank_0, 2)
 
 
 def dies():
