@@ -1,4 +1,4 @@
-"""Functions that ranks call with items, for tests of `mpwatch.map`."""
+"""Functions that ranks call with items, for tests of `mpwatch.map`. A rank imports this module, so it imports little."""
 
 import os
 import signal
@@ -22,18 +22,13 @@ def fail_at_seven(number):
     return number
 
 
-def die_at_seven(number):
-    if number == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number
-
-
-def append_line(path_and_number):
-    """Write the number into a file, and die at seven after that."""
+def append_line_and_die_at_seven(path_and_number):
     path, number = path_and_number
     with open(path, "a") as file:
         file.write(f"{number}\n")
-    return die_at_seven(number)
+    if number == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
 
 
 def succeed_at_third_attempt(path):
@@ -66,26 +61,22 @@ def make_lock(number):
     return threading.Lock() if number == 1 else number
 
 
+def make_bad_value(number):
+    return BadValue(number) if number == 1 else number
+
+
 class BadValue:
-    """A value that can be pickled, but not unpickled."""
+    """It can be pickled, but not unpickled."""
 
     def __init__(self, number):
         self.number = number
 
     def __reduce__(self):
-        return BadValue.load, (self.number,)
-
-    @staticmethod
-    def load(number):
-        raise ValueError(f"{number} cannot be rebuilt")
+        return refuse, (self.number,)
 
 
-def make_bad_value(number):
-    return BadValue(number) if number == 1 else number
-
-
-class BadItem(BadValue):
-    """An item that only a rank cannot unpickle."""
+def refuse(number):
+    raise ValueError(f"{number} cannot be rebuilt")
 
 
 def ignore_interrupts_unless_first(number):

@@ -7,13 +7,8 @@ import linecache
 from types import SimpleNamespace
 
 zero = 0
-nothing = None
 data = {"a": {"b": [1, 2, 3]}, "größe": 0}
 tree = SimpleNamespace(left=SimpleNamespace(right=None))
-
-
-def returns(value, *_, **__):
-    return value
 
 
 def division():
@@ -26,10 +21,6 @@ def division_after_wide_characters():
 
 def chained_attributes():
     return tree.left.right.value.more
-
-
-def missing_key():
-    return data["a"]["c"]["d"]
 
 
 def list_comprehension():
@@ -52,7 +43,7 @@ def raise_from():
 
 def raise_in_a_handler():
     try:
-        missing_key()
+        data["a"]["c"]["d"]
     except KeyError:
         chained_attributes()
 
@@ -83,16 +74,6 @@ def generated_code():
     return names["generated"]()
 
 
-def cell_of_a_notebook():
-    source = "values = [1, 0]\nratios = [1 / value for value in values]\n"
-    linecache.cache["<ipython-input-7-abc>"] = (len(source), None, source.splitlines(keepends=True), "<ipython-input-7-abc>")
-    exec(compile(source, "<ipython-input-7-abc>", "exec"), {})
-
-
-def code_without_source():
-    exec("1 / 0")
-
-
 def deep_recursion():
     def recurse(depth):
         return recurse(depth - 1) if depth else 1 / zero
@@ -107,7 +88,7 @@ def endless_recursion():
 EXAMPLES = [
     value
     for value in list(vars().values())
-    if getattr(value, "__module__", "") == __name__ and callable(value) and value not in (returns, Point)
+    if getattr(value, "__module__", "") == __name__ and callable(value) and value is not Point
 ]
 
 

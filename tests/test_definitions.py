@@ -19,142 +19,63 @@ if __name__ == "__main__":
 """
 
 LANGUAGE = {
-    "keywords of a class": """
-class Layer:
-    registry = {}
-    def __init_subclass__(cls, key, **keywords):
-        super().__init_subclass__(**keywords)
-        cls.key = key
-        Layer.registry[key] = cls
-
-class Dense(Layer, key="dense"):
-    pass
-
-def ask():
-    class Conv(Layer, key="conv"):
-        pass
-    names = [(key, cls.__qualname__, cls.key) for key, cls in Layer.registry.items()]
-    del Layer.registry["conv"]
-    return names, Layer.registry["dense"] is Dense, Conv.__mro__[1] is Layer
-""",
-    "keywords of a metaclass": """
+    "hooks of classes, which run once": """
 class Meta(type):
     made = []
-    def __new__(meta, name, bases, body, *, table):
-        cls = super().__new__(meta, name, bases, body)
+    def __new__(meta, name, bases, body, *, table, **keywords):
         meta.made.append(name)
-        return cls
-    def __init__(cls, name, bases, body, *, table):
+        return super().__new__(meta, name, bases, body, **keywords)
+    def __init__(cls, name, bases, body, *, table, **keywords):
         super().__init__(name, bases, body)
         cls.table = table
-    def __len__(cls):
-        return len(cls.table)
 
-class User(metaclass=Meta, table="users"):
-    pass
-
-def ask():
-    return Meta.made, User.table, len(User), type(User) is Meta, isinstance(User, Meta)
-""",
-    "an attribute that is equal to the base's": """
-class Base:
-    lr = 1
-    names = ("a",)
-    def run(self): return 1
-
-class Sub(Base):
-    lr = 1
-    names = Base.names
-    run = Base.run
-
-def ask():
-    return sorted(name for name in vars(Sub) if not name.startswith("__")), Sub.run is Base.run
-""",
-    "slots": """
-class Point:
-    __slots__ = ("x", "__y")
-    kind = "point"
-    def __init__(self, x): self.x, self.__y = x, 2
-    def get(self): return self.__y
-
-class Weak(Point):
-    __slots__ = {"z": "documented", "__weakref__": ""}
-
-def ask():
-    p = Weak(1)
-    return p.x, p.get(), Point.kind, hasattr(p, "__dict__"), Weak.__slots__, repr(Point.x)
-""",
-    "descriptors with a name": """
 class Field:
+    calls = 0
     def __set_name__(self, owner, name):
-        self.calls = getattr(self, "calls", 0) + 1
-        self.name, self.owner = name, owner
-    def __get__(self, obj, cls):
-        return self
+        self.calls += 1
+        self.owner = owner
 
-class Model:
+class Layer(metaclass=Meta, table=""):
+    registry = {}
+    def __init_subclass__(cls, key, **keywords):
+        super().__init_subclass__()
+        Layer.registry[key] = cls
+
+class Dense(Layer, key="dense", table="users"):
     weight = Field()
 
 def ask():
-    return Model.weight.name, Model.weight.calls, Model.weight.owner is Model, Model.__dict__["weight"] is Model.weight
+    class Conv(Layer, key="conv", table="more"):
+        pass
+    found = sorted(Layer.registry), Meta.made.pop(), Conv.__mro__[1] is Layer
+    del Layer.registry["conv"]
+    field = vars(Dense)["weight"]
+    return *found, list(Meta.made), Dense.table, Layer.registry["dense"] is Dense, field.calls, field.owner is Dense
 """,
-    "closures that share a variable": """
+    "closures": """
 def make():
     n = 0
     def up():
         nonlocal n
         n += 1
-        return n
     def get():
         return n
-    return up, get
+    def count(n):
+        return n and 1 + count(n - 1)
+    return up, get, count
 
-up, get = make()
+up, get, count = make()
 
 def ask():
     before = get()
     up()
-    return get() - before
-""",
-    "a recursive closure and super()": """
-def make():
-    def count(n):
-        return n and 1 + count(n - 1)
-    return count
-
-count = make()
-
-class A:
-    def f(self): return [type(self).__name__, __class__.__name__]
-
-class B(A):
-    def f(self): return [*super().f(), __class__ is B]
-
-def ask():
-    return count(5), B().f()
-""",
-    "nested classes and pickling": """
-import pickle
-
-class Outer:
-    class Inner:
-        class Innermost:
-            pass
-
-deepest = Outer.Inner.Innermost
-
-def helper():
-    pass
-
-def ask():
-    same = [pickle.loads(pickle.dumps(x)) is x for x in (deepest, Outer, Outer.Inner, helper)]
-    return same, deepest.__qualname__, deepest.__module__
+    return get() - before, count(5)
 """,
     "names in annotations only": """
 from __future__ import annotations
 import typing
 import decimal
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:
@@ -165,8 +86,12 @@ class Node:
     left: Optional[Node]
     value: decimal.Decimal
     link: Link
+    owner: typing.Optional["Owner"]
 
 class Link:
+    pass
+
+class Owner:
     pass
 
 def visit(node: Node, *, link: Link | None = None) -> list[Leaf]:
@@ -179,45 +104,22 @@ def unknown(x: Missing):
     pass
 
 def ask():
-    return (
-        {name: str(kind) for name, kind in typing.get_type_hints(visit).items()},
-        {name: str(kind) for name, kind in typing.get_type_hints(Node).items()},
-        typing.get_type_hints(Node)["link"] is Link,
-        unknown.__annotations__,
-    )
+    hints = [{name: str(kind) for name, kind in typing.get_type_hints(thing).items()} for thing in (visit, Node)]
+    return hints, typing.get_type_hints(Node)["link"] is Link, unknown.__annotations__
 """,
-    "forward references": """
-import typing
-
-class Tree:
-    children: "list[Tree]"
-    parent: typing.Optional["Owner"]
-
-class Owner:
-    pass
-
-def ask():
-    return {name: str(kind) for name, kind in typing.get_type_hints(Tree).items()}
-""",
-    "names in globals()": """
-def small(): return 1
-def large(): return 2
-size = 3
-
-def ask():
-    return globals()["small"](), globals()["large"](), eval("size")
-""",
-    "a local class that reads globals": """
+    "names that only the function's code has": """
 LIMIT = 3
 class Base: pass
+def small(): return 1
+size = 3
 
 def ask():
     class Local(Base):
         limit = LIMIT
         def get(self): return LIMIT
-    return Local.limit, Local().get()
+    return Local.limit, Local().get(), globals()["small"](), eval("size")
 """,
-    "a generator, a coroutine and their flags": """
+    "functions of all kinds": """
 import asyncio, inspect
 
 def gen():
@@ -226,68 +128,18 @@ def gen():
 async def main():
     return 3
 
-def ask():
-    return list(gen()), asyncio.run(main()), inspect.isgeneratorfunction(gen), inspect.iscoroutinefunction(main)
-""",
-    "signatures and defaults": """
-import inspect
-
 def f(a, /, b: int = 1, *args: str, c=[2], **kw) -> None:
     "doc"
 
 f.tag = {"x": 1}
 
 def ask():
-    return str(inspect.signature(f)), f.__doc__, f.tag, f.__kwdefaults__, f.__qualname__, inspect.getsource(f)
-""",
-    "__class_getitem__, __hash__ and operators": """
-class Thing:
-    __hash__ = None
-    def __class_getitem__(cls, item): return (cls.__name__, item)
-    def __eq__(self, other): return True
-    def __add__(self, other): return other
-    def __call__(self): return "called"
-    def __getattr__(self, name): return name
-    @property
-    def p(self): return 1
-    @staticmethod
-    def s(): return 2
-    @classmethod
-    def c(cls): return cls.__name__
-
-def ask():
-    t = Thing()
-    return Thing[1], Thing.__hash__, t == 1, t + 5, t(), t.any, t.p, t.s(), t.c()
+    kinds = list(gen()), asyncio.run(main()), inspect.isgeneratorfunction(gen), inspect.iscoroutinefunction(main)
+    return kinds, str(inspect.signature(f)), f.__doc__, f.tag, f.__kwdefaults__, f.__qualname__, inspect.getsource(f)
 """,
 }
 
 LIBRARY = {
-    "a dataclass with a subclass in the function": """
-import dataclasses
-from dataclasses import dataclass, field, KW_ONLY, InitVar
-from typing import ClassVar
-
-@dataclass
-class Base:
-    lr: float = 0.1
-    tags: list = field(default_factory=list)
-    total: ClassVar[int] = 3
-    start: InitVar[int] = 0
-    _: KW_ONLY = None
-    name: str = "n"
-
-@dataclass(frozen=True, slots=True, order=True)
-class Frozen:
-    x: int = 1
-
-def ask():
-    @dataclass
-    class Sub(Base):
-        more: int = 1
-    sub = Sub()
-    missing = [f.default is dataclasses.MISSING for f in dataclasses.fields(sub)]
-    return repr(sub), missing, dataclasses.asdict(Sub(0.5)), repr(dataclasses.replace(Frozen(3), x=4)), Frozen(1) < Frozen(2)
-""",
     "enums": """
 import enum, pickle
 
@@ -297,8 +149,6 @@ class Planet(enum.Enum):
     TERRA = (1, 2)
     def __init__(self, mass, radius):
         self.mass, self.radius = mass, radius
-    @property
-    def density(self): return self.mass / self.radius
 
 class Coded(enum.Enum):
     def __new__(cls, code, text):
@@ -306,7 +156,6 @@ class Coded(enum.Enum):
         self._value_, self.text = code, text
         return self
     A = 1, "a"
-    B = 2, "b"
 
 class Perm(enum.Flag):
     R = 1
@@ -318,39 +167,22 @@ class Size(str, enum.Enum):
     SMALL = "s"
     def __str__(self): return f"<{self.value}>"
 
-class Level(enum.IntEnum):
-    LOW = enum.auto()
-    HIGH = enum.auto()
-
-class Mix:
-    def hello(self): return self.name
-
-class Mixed(Mix, int, enum.Enum):
-    ONE = 1
-
-class Text(enum.StrEnum):
-    ABC = enum.auto()
-
 combined = Perm.R | Perm.X
 
 def ask():
-    return [repr(x) for x in (Planet.MARS, Coded.A, Perm.RW, combined, Size.SMALL, Mixed.ONE)], [
-        Planet.TERRA is Planet.EARTH, Planet.MARS.density, Planet((3, 4)) is Planet.MARS, list(Planet.__members__), Coded(1).text,
-        (Perm.R | Perm.W) is Perm.RW, Perm(5) is combined, len(list(Perm)), int(Level.HIGH), Level.HIGH > Level.LOW, Text.ABC.value,
-        Mixed.ONE.hello(), Mixed.ONE + 1, str(Size.SMALL), Size("s") is Size.SMALL, Perm.RW in ~Perm.X, Coded.A in Coded, {Coded.A: 1}[Coded(1)],
-        [pickle.loads(pickle.dumps(x)) is x for x in (Planet.TERRA, Coded.A, Perm.RW, Size.SMALL, combined)],
+    everything = Planet.TERRA, Coded.A, Perm.RW, Size.SMALL, combined
+    return [repr(x) for x in everything], [pickle.loads(pickle.dumps(x)) is x for x in everything], [
+        Planet.TERRA is Planet.EARTH, Planet.MARS.mass, Planet((3, 4)) is Planet.MARS, list(Planet.__members__), Coded(1).text,
+        (Perm.R | Perm.W) is Perm.RW, Perm(5) is combined, str(Size.SMALL), Size("s") is Size.SMALL, {Coded.A: 1}[Coded(1)],
     ]
 """,
     "names of typing": """
 import pickle
-from typing import Generic, NewType, ParamSpec, TypeVar, Callable, NamedTuple, TypedDict, Protocol, Literal, runtime_checkable
+from typing import Generic, NewType, ParamSpec, TypeVar, NamedTuple, TypedDict, Protocol, runtime_checkable
 
 T = TypeVar("T", bound="Shape")
 P = ParamSpec("P")
 UserId = NewType("UserId", int)
-Mode = Literal["r", "w"]
-
-class Shape: pass
 
 class Box(Generic[T]):
     def __init__(self, item: T): self.item = item
@@ -369,38 +201,31 @@ class Opts(TypedDict, total=False):
 class HasArea(Protocol):
     def area(self) -> int: ...
 
-class Square(HasArea):
-    def area(self): return 4
-
 class Round:
     def area(self): return 3
 
-def decorate(fn: Callable[P, T]) -> Callable[P, T]:
-    return fn
-
-def lookup(user: UserId, mode: Mode) -> T:
+def lookup(user: UserId) -> T:
     return UserId(user)
 
 def ask():
-    decorate(lookup)
     return (
-        lookup(5, "r"), [pickle.loads(pickle.dumps(x)) is x for x in (T, P, UserId)], str(Box[int]), str(IntBox.__orig_bases__), Box[int](1).item,
-        IntBox.__mro__[1] is Box, Box.__parameters__ == (T,), Point(1), Point(1).norm(), Point(1)._replace(x=3), Opts(lr=1),
-        sorted(Opts.__optional_keys__), isinstance(Square(), HasArea), isinstance(Round(), HasArea), isinstance(1, HasArea), str(T.__bound__),
+        lookup(5), [pickle.loads(pickle.dumps(x)) is x for x in (T, P, UserId)], str(Box[int]), str(IntBox.__orig_bases__), Box[int](1).item,
+        IntBox.__mro__[1] is Box, Box.__parameters__ == (T,), Point(1).norm(), Point(1)._replace(x=3), Opts(lr=1),
+        sorted(Opts.__optional_keys__), isinstance(Round(), HasArea), isinstance(1, HasArea), str(T.__bound__),
         lookup.__annotations__["user"] is UserId,
     )
 """,
-    "objects that pickle themselves by name": """
-import copy, pickle
+    "sentinels": """
+import dataclasses, inspect, pickle, unittest.mock
 
 class Sentinel:
     def __init__(self, name): self.name = name
-    def __reduce__(self): return self.name
+    def __reduce__(self): return self.name  # it pickles itself by its name
 
 UNSET = Sentinel("UNSET")
 
-def get(x=UNSET):
-    return x is UNSET
+def get(x=UNSET, y=dataclasses.MISSING, z=unittest.mock.DEFAULT):
+    return x is UNSET, y is dataclasses.MISSING, z is unittest.mock.DEFAULT
 
 def ask():
     return get(), UNSET.name, pickle.loads(pickle.dumps(UNSET)) is UNSET
@@ -409,15 +234,12 @@ def ask():
 import abc, collections.abc
 
 class Shape(abc.ABC):
-    @abc.abstractmethod
-    def area(self): ...
     @property
     @abc.abstractmethod
     def name(self): ...
 
 class Square(Shape):
     name = "square"
-    def area(self): return 4
 
 class Other: pass
 Shape.register(Other)
@@ -432,29 +254,15 @@ def ask():
         error = None
     except TypeError as e:
         error = str(e)
-    return error, Square().area(), isinstance(Other(), Shape), issubclass(Square, Shape), isinstance(1, Shape), list(Sized()), sorted(Shape.__abstractmethods__)
+    return error, Square().name, isinstance(Other(), Shape), issubclass(Square, Shape), isinstance(1, Shape), list(Sized()), sorted(Shape.__abstractmethods__)
 """,
     "functools": """
 import functools
-
-class Lazy:
-    calls = 0
-    @functools.cached_property
-    def value(self):
-        Lazy.calls += 1
-        return 5
-    @functools.singledispatchmethod
-    def show(self, x): return "any"
-    @show.register
-    def _(self, x: int): return "int"
 
 class Shape: pass
 
 @functools.singledispatch
 def describe(x): return "object"
-
-@describe.register
-def _(x: int): return "int"
 
 @describe.register(Shape)
 def _(x): return "shape"
@@ -462,34 +270,14 @@ def _(x): return "shape"
 @functools.lru_cache(maxsize=10)
 def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
 
-@functools.total_ordering
-class Version:
-    def __init__(self, n): self.n = n
-    def __eq__(self, other): return self.n == other.n
-    def __lt__(self, other): return self.n < other.n
-
-def logged(fn):
-    @functools.wraps(fn)
-    def wrapper(*args): return fn(*args)
-    return wrapper
-
-@logged
-def wrapped(x):
-    "doc"
-    return x
-
 add = functools.partial(int.__add__, 1)
 
 def ask():
-    lazy = Lazy()
     fib.cache_clear()
-    return (
-        lazy.value, lazy.value, lazy.show(1), lazy.show(""), describe(1), describe(Shape()), describe(""), describe.dispatch(int) is describe.registry[int],
-        fib(20), fib.cache_info(), Version(1) >= Version(0), wrapped(3), wrapped.__doc__, wrapped.__wrapped__.__qualname__, add(2), fib.__name__,
-    )
+    return describe(1), describe(Shape()), describe.dispatch(Shape) is describe.registry[Shape], fib(20), fib.cache_info(), add(2)
 """,
-    "contexts and threads": """
-import contextlib, contextvars, threading, weakref
+    "contexts, threads, weak references, ctypes": """
+import contextlib, contextvars, ctypes, threading, weakref
 
 plain = contextvars.ContextVar("plain")
 with_default = contextvars.ContextVar("with_default", default=3)
@@ -514,102 +302,27 @@ by_value = weakref.WeakValueDictionary({"a": thing})
 def manage():
     yield 1
 
-class Stack(contextlib.ContextDecorator):
-    def __enter__(self): return self
-    def __exit__(self, *_): return False
-
-def ask():
-    with manage() as got, Stack():
-        pass
-    return got, plain.get(), with_default.get(), local.x, mine.y, mine.z, reference() is thing, by_key[thing], by_value["a"] is thing
-""",
-    "collections": """
-import collections
-
-Row = collections.namedtuple("Row", "a b", defaults=[2])
-
-class Config(dict):
-    def __getattr__(self, name): return self[name]
-
-class Bag(collections.Counter): pass
-class Chain(collections.UserDict): pass
-
-table = collections.defaultdict(Bag)
-table["x"].update("aab")
-config = Config(lr=1)
-
-def ask():
-    return Row(1), Row(1)._asdict(), config.lr, {k: dict(v) for k, v in table.items()}, type(table["x"]) is Bag, Chain(a=1).data, Row.__new__.__defaults__
-""",
-    "exceptions": """
-class BadShard(ValueError):
-    def __init__(self, *, shard):
-        super().__init__(f"shard {shard}")
-        self.shard = shard
-
-class Worse(BadShard): pass
-
-def ask():
-    try:
-        raise Worse(shard=3)
-    except BadShard as error:
-        return str(error), error.shard, type(error) is Worse, Worse.__mro__[1] is BadShard
-""",
-    "a sentinel of a module": """
-import dataclasses, inspect, unittest.mock
-
-def get(x=dataclasses.MISSING, y=inspect.Parameter.empty, z=unittest.mock.DEFAULT):
-    return x is dataclasses.MISSING, y is inspect._empty, z is unittest.mock.DEFAULT
-
-def ask():
-    return get()
-""",
-    "ctypes": """
-import ctypes
-
 class Pair(ctypes.Structure):
     _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
 
 def ask():
-    p = Pair(1, 2.5)
-    return p.a, p.b, ctypes.sizeof(Pair), Pair.b.offset
+    with manage() as got:
+        pass
+    weak = reference() is thing, by_key[thing], by_value["a"] is thing
+    return got, plain.get(), with_default.get(), local.x, mine.y, mine.z, weak, Pair(1, 2.5).b, Pair.b.offset
 """,
 }
 
 PACKAGES = {
-    "attrs": """
-import attr, attrs
-
-@attrs.define
-class Point:
-    x: int = 0
-    tags: list = attrs.field(factory=list)
-
-@attr.s(frozen=True)
-class Old:
-    x = attr.ib(default=1, validator=attr.validators.instance_of(int))
-
-def ask():
-    @attrs.define
-    class Sub(Point):
-        y: int = 2
-    try:
-        Old("a")
-        error = None
-    except TypeError:
-        error = "TypeError"
-    return repr(Sub(1)), [a.name for a in attrs.fields(Sub)], Old(3) == Old(3), hash(Old(3)) == hash(Old(3)), error, attrs.evolve(Point(1), x=3).x
-""",
     "pydantic": """
 import dataclasses
 from typing import Generic, Optional, TypeVar
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, computed_field, field_validator
+from pydantic import BaseModel, Field, TypeAdapter, computed_field, field_validator
 
 T = TypeVar("T")
 
-class Inner(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Inner(BaseModel, extra="forbid", frozen=True):
     x: int = 1
 
 class Model(BaseModel):
@@ -634,25 +347,20 @@ class Reply(BaseModel, Generic[T]):
 @dataclasses.dataclass
 class Plain:
     tags: list = dataclasses.field(default_factory=list)
-    n: int = 2
-
-class Strict(BaseModel, extra="forbid", frozen=True):
-    a: int
 
 def ask():
     class Sub(Model):
         more: int = 2
     model = Model(names=["a"], child=Model(names=["b"]))
     errors = []
-    for make in (lambda: Model(inner={"y": 1}), lambda: Strict(a=1, b=2), lambda: setattr(Strict(a=1), "a", 2)):
+    for make in (lambda: Model(inner={"y": 1}), lambda: setattr(Inner(), "x", 2)):
         try:
             make()
         except pydantic.ValidationError as error:
             errors.append(error.errors(include_url=False)[0]["type"])
     return (
         model.model_dump(), model._hidden, Sub(names=["z"]).model_dump(), errors, Reply[int](data="3").data, sorted(Inner.model_json_schema()["properties"]),
-        repr(TypeAdapter(Plain).validate_python({})), repr(TypeAdapter(list[Inner]).validate_python([{}])), Model.model_validate_json('{"names": ["q"]}').names,
-        type(model.inner) is Inner,
+        repr(TypeAdapter(Plain).validate_python({})), Model.model_validate_json('{"names": ["q"]}').names, type(model.inner) is Inner,
     )
 """,
     "msgspec": """
@@ -660,9 +368,8 @@ import msgspec
 
 class Point(msgspec.Struct):
     x: int
-    y: int = 2
     tags: list = msgspec.field(default_factory=list)
-    def norm(self): return self.x + self.y
+    def twice(self): return 2 * self.x
 
 class Event(msgspec.Struct, tag="event", frozen=True, kw_only=True):
     n: int = 1
@@ -670,22 +377,7 @@ class Event(msgspec.Struct, tag="event", frozen=True, kw_only=True):
 def ask():
     class Sub(Point):
         z: int = 3
-    return Point(1).norm(), msgspec.json.encode(Event(n=3)), repr(Sub(1)), msgspec.json.decode(b'{"x": 1}', type=Point) == Point(1), hash(Event(n=1)) == hash(Event(n=1)), Point(1).tags
-""",
-    "omegaconf": """
-import dataclasses
-from omegaconf import MISSING, OmegaConf
-
-@dataclasses.dataclass
-class Config:
-    lr: float = 0.1
-    tags: list = dataclasses.field(default_factory=lambda: ["a"])
-    path: str = MISSING
-
-config = OmegaConf.structured(Config)
-
-def ask():
-    return OmegaConf.to_container(OmegaConf.structured(Config)), config.lr, OmegaConf.is_missing(config, "path")
+    return Point(1).twice(), msgspec.json.encode(Event(n=3)), repr(Sub(1)), msgspec.json.decode(b'{"x": 1}', type=Point) == Point(1)
 """,
     "torch modules": """
 import torch
@@ -697,7 +389,6 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2, bias=False)
         self.tied = self.layer
-        self.register_buffer("steps", torch.zeros(1))
         self.register_forward_hook(hook)
     def forward(self, x):
         return self.layer(x) * self.scale
@@ -715,14 +406,11 @@ def hook(module, args, output):
     return output + 1
 
 net = Net()
-with torch.no_grad():
-    net.layer.weight.fill_(1)
 
 def ask():
     x = torch.ones(2, requires_grad=True)
-    y = Double.apply(x).sum()
-    y.backward()
-    return net(torch.ones(2)).tolist(), net.layer is net.tied, x.grad.tolist(), list(net.state_dict()), type(torch.ones(1).as_subclass(Named)).__name__, str(net)
+    Double.apply(x).sum().backward()
+    return net(torch.ones(2)).tolist(), net.layer is net.tied, x.grad.tolist(), type(torch.ones(1).as_subclass(Named)).__name__, str(net)
 """,
     "torch.compile": """
 import warnings
@@ -739,8 +427,6 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return x * 2
 
-compiled = torch.compile(Net(), backend="eager")
-
 @torch.compile
 def unused(x):
     return x
@@ -751,52 +437,22 @@ class Trainer:
     def _step(self, x):
         return x - 1
 
-trainer = Trainer()
+compiled, trainer = torch.compile(Net(), backend="eager"), Trainer()
 
 def ask():
     unused
-    return add(torch.ones(1)).tolist(), Net()(torch.ones(1)).tolist(), compiled(torch.ones(1)).tolist(), trainer.step(torch.ones(1)).tolist(), compiled._orig_mod.training
-""",
-    "lightning modules": """
-import torch
-import lightning as L
-
-class Lit(L.LightningModule):
-    def __init__(self, lr=0.1):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, i):
-        return self.layer(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), self.hparams.lr)
-
-class Data(L.LightningDataModule):
-    pass
-
-lit = Lit(0.5)
-
-def ask():
-    return dict(lit.hparams), lit.configure_optimizers().defaults["lr"], sorted(lit.state_dict()), Data.__mro__[1].__name__, Lit(0.2).hparams.lr
+    return [fn(torch.ones(1)).tolist() for fn in (add, Net(), compiled, trainer.step)], compiled._orig_mod.training
 """,
 }
 
 ROWS = {**LANGUAGE, **LIBRARY, **PACKAGES}
-NEEDS = {
-    "torch modules": "torch",
-    "torch.compile": "torch",
-    "pydantic": "pydantic",
-    "attrs": "attrs",
-    "msgspec": "msgspec",
-    "omegaconf": "omegaconf",
-    "lightning modules": "lightning",
-}
+NEEDS = {"torch modules": "torch", "torch.compile": "torch"}
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_construct_is_in_a_rank_what_it_is_in_the_caller(name, tmp_path):
-    if name in NEEDS and find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs {NEEDS[name]}")
+    if name in PACKAGES and find_spec(package := NEEDS.get(name, name)) is None:
+        pytest.skip(f"needs {package}")
     script = tmp_path / "script.py"
     script.write_text(ROWS[name] + ASK)
     assert python(str(script)).stdout == "same\n"
@@ -806,7 +462,6 @@ def test_a_construct_is_in_a_rank_what_it_is_in_the_caller(name, tmp_path):
 
 BACK = """
 import enum
-from dataclasses import dataclass
 from typing import NewType, TypeVar
 import mpwatch
 
@@ -818,16 +473,13 @@ class Perm(enum.Flag):
     R = 1
     W = 2
 
-@dataclass
-class Config:
-    color: Color = Color.RED
-
 T = TypeVar("T")
 Id = NewType("Id", int)
 
 def make():
     class Local:
         kind = Color
+        def __repr__(self): raise AssertionError("repr was called")
     def get(self=Local):
         return self
     return Local, get
@@ -835,14 +487,14 @@ def make():
 Local, get = make()
 
 def echo(*things):
-    return *things, Config(), Color(( 1, 2)), Local(), Perm.R | Perm.W
+    return *things, Color((1, 2)), Local(), Perm.R | Perm.W
 
-sent = Color, Color.RED, Config, T, Id, Local, Perm.R
+sent = Color, Color.RED, T, Id, Local, Perm.R
 with mpwatch.WorkerGroup(1) as group:
     for _ in range(2):
-        *back, config, red, local, both = group.run(echo, sent)[0]
+        *back, red, local, both = group.run(echo, sent)[0]
         assert all(map(lambda a, b: a is b, back, sent)), back
-        assert type(config) is Config and config.color is red is Color.RED and type(local) is Local and both is Perm.R | Perm.W
+        assert red is Color.RED and type(local) is Local and both is Perm.R | Perm.W
     assert group.run(get)[0] is Local
 print("same")
 """
@@ -907,30 +559,11 @@ plugin = sys.modules["my_plugin"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(plugin)
 sys.path.remove(str(folder))
 """,
-    "by a spec, without a name": """
-sys.path.insert(0, str(folder))
-spec = importlib.util.spec_from_file_location("my_plugin", folder / "plugin.py")
-plugin = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plugin)
-""",
-    "from a folder that is no longer in sys.path": """
-sys.path.insert(0, str(folder))
-import plugin
-sys.path.remove(str(folder))
-""",
     "from a relative folder": """
 os.chdir(folder.parent)
 sys.path.insert(0, "plugins")
 import plugin
 os.chdir("/")
-""",
-    "as pytest does": """
-sys.path.insert(0, str(folder))
-sys.modules["fake"] = types.ModuleType("fake")
-spec = importlib.util.spec_from_file_location("fake.part.plugin", folder / "plugin.py")
-plugin = sys.modules["fake.part.plugin"] = importlib.util.module_from_spec(spec)
-sys.modules["fake.part"] = types.ModuleType("fake.part")
-spec.loader.exec_module(plugin)
 """,
     "from a text": """
 sys.path.insert(0, str(folder))
@@ -1000,13 +633,15 @@ def work():
     return found
 
 print(*mpwatch.run(work, 1))
+multiprocessing.set_start_method("forkserver")
+print(*mpwatch.run(multiprocessing.get_start_method, 1))
 """
 
 
 def test_a_rank_spawns_processes_though_the_script_has_no_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CHILDREN)
-    assert python(str(script)).stdout == "[True, [4, 7, 12], [4, 7, 12], [4, 7, 12]]\n"
+    assert python(str(script)).stdout == "[True, [4, 7, 12], [4, 7, 12], [4, 7, 12]]\nforkserver\n"
 
 
 # --- Arrays
@@ -1032,18 +667,17 @@ def get_private_kib():
     with open("/proc/self/smaps_rollup") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
 
-def look(strided, tagged, masked, opened, part, memory, before):
+def look(strided, tagged, masked, opened, part, memory):
     assert strided.shape == (4, MIB // 2) and strided[1, 1] == MIB + 2
     assert type(tagged) is Tagged and tagged.tag == "t" and tagged[3, 3] == 3 * MIB + 3
     assert masked.fill_value == -1 and masked.mask[0, 6] and not masked.mask[0, 5] and masked.data[0, 6] == 6
-    assert type(opened) is type(part) is np.memmap and opened[2, 5] == 2 * MIB + 5 and part[0, 5] == 2 * MIB + 5 and part.filename == opened.filename
+    assert type(opened) is type(part) is np.memmap and opened[2, 5] == part[0, 5] == 2 * MIB + 5 and part.filename == opened.filename
     assert memory[0] == memory[-1] == 7
-    memory[1] = 8
-    part[0, 0] = -5
+    memory[1], part[0, 0] = 8, -5
     return get_private_kib()
 
 small = mpwatch.run(lambda *_: (np.ones(1), get_private_kib())[1], 1)[0]
-used = mpwatch.run(look, 1, args=(rows[:, ::2], tagged, masked, opened, opened[2:3], memory, 0))[0]
+used = mpwatch.run(look, 1, args=(rows[:, ::2], tagged, masked, opened, opened[2:3], memory))[0]
 assert memory[1] == 8 and opened[2, 0] == -5
 assert used - small < 16 * 1024, (used, small)
 print("mapped")
@@ -1063,23 +697,14 @@ import mpwatch
 class Trainer:
     lock = threading.Lock()
 
-trainer = Trainer()
-trainer.steps = (i for i in ())
-
-for fn, args in (print, (Trainer,)), (print, (trainer,)), (print, ({"a": trainer.steps},)):
+for thing in Trainer, Trainer():
     try:
-        mpwatch.run(fn, 1, args=args)
+        mpwatch.run(print, 1, args=(thing,))
     except mpwatch.LaunchError as error:
         print(str(error).partition("; ")[0])
 """
 
 
 def test_the_part_is_named_with_its_own_reason():
-    lines = python("-c", REFUSED).stdout.splitlines()
-    parts = (
-        "args[0].lock is a _thread.lock",
-        "args[0].__class__.lock is a _thread.lock",
-        "args[0]['a'] is a builtins.generator",
-    )
-    for line, part, reason in zip(lines, parts, ("'_thread.lock'", "'_thread.lock'", "'generator'"), strict=True):
-        assert line == f"{part}, which cannot be sent to the ranks (TypeError: cannot pickle {reason} object)"
+    reason = "is a _thread.lock, which cannot be sent to the ranks (TypeError: cannot pickle '_thread.lock' object)"
+    assert python("-c", REFUSED).stdout == f"args[0].lock {reason}\nargs[0].__class__.lock {reason}\n"

@@ -2,23 +2,13 @@
 
 import os
 import signal
-import threading
 
 import pytest
 
 import mpwatch
 from mpwatch import FailureKind, RunFailedError, WorkerGroup, WorkerState
+from support import failing
 from support.process_state import SPAWN
-
-
-def kill_own_process():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_on_rank_2():
-    if mpwatch.current_worker().rank == 2:
-        kill_own_process()
-    signal.pause()
 
 
 def wait_for(event):
@@ -49,7 +39,7 @@ def test_a_lost_rank_ends_its_own_call_only_and_is_restarted_by_the_next_one_tha
     event = SPAWN.Event()
     other = group.submit(wait_for, args=(event,), ranks=1)
     with pytest.raises(RunFailedError, match=r"\n  the next call starts rank 0 again; its state is lost$") as caught:
-        group.run(kill_own_process, ranks=0)
+        group.run(failing.is_killed, ranks=0)
     assert caught.value.root_cause.kind is FailureKind.SIGNAL
     assert list(caught.value.result.failures) == [0]
     event.set()
@@ -72,53 +62,23 @@ def test_a_rank_that_dies_without_a_call_is_restarted_alone(group, caplog, event
     assert "rank 1 is restarted: it was lost while it had no call" in caplog.messages
 
 
-def test_all_ranks_of_a_call_end_with_a_lost_one(group):
+def test_all_ranks_of_a_call_end_with_a_lost_one_and_a_call_restarts_those_that_it_needs(group, caplog):
     pids = pids_of(group)
     with pytest.raises(RunFailedError) as caught:
-        group.run(die_on_rank_2, ranks=[1, 2])
-    assert caught.value.root_cause.rank == 2
-    assert list_new(pids, pids_of(group)) == {1, 2}
-    assert restart_counts(group) == [0, 1, 1]
-
-
-def test_if_all_ranks_are_lost_a_call_restarts_those_that_it_needs(group, caplog):
-    pids = pids_of(group)
-    with pytest.raises(RunFailedError):
-        group.run(kill_own_process)
-    assert group.run(os.getpid, ranks=1)[1] != pids[1]
-    assert restart_counts(group) == [0, 1, 0]
+        group.run(failing.call_on_rank_1, (failing.is_killed, SPAWN.Barrier(2)), ranks=[1, 2])
+    assert caught.value.root_cause.rank == 1
+    assert group.run(os.getpid, ranks=2)[2] != pids[2]
+    assert restart_counts(group) == [0, 0, 1]
     (text,) = [text for text in caplog.messages if "restarted" in text]
-    assert text.startswith("rank 1 is restarted: rank ")
-    assert set(group.run(os.getpid).return_values.values()).isdisjoint(pids)
-
-
-@pytest.mark.slow
-def test_many_ranks_are_lost_while_others_are_called(group):
-    """Each thread kills its rank in every second call. All other calls return."""
-    outcomes = {rank: [] for rank in range(3)}
-
-    def drive(rank):
-        for number in range(10):
-            try:
-                outcomes[rank].append(group.run(kill_own_process if number % 2 else os.getpid, ranks=rank)[rank])
-            except RunFailedError as error:
-                outcomes[rank].append(error.root_cause.kind)
-
-    threads = [threading.Thread(target=drive, args=(rank,)) for rank in outcomes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for values in outcomes.values():
-        assert values[1::2] == [FailureKind.SIGNAL] * 5
-        assert len(set(values[::2])) == 5
+    assert text.startswith("rank 2 is restarted: rank ")
+    assert list_new(pids, pids_of(group)) == {1, 2}
 
 
 def test_observers_see_each_restart_with_its_rank():
     seen = []
     with WorkerGroup(2, scope="worker", on_event=seen.append) as group:
         with pytest.raises(RunFailedError):
-            group.run(kill_own_process, ranks=1)
+            group.run(failing.is_killed, ranks=1)
         group.run(os.getpid)
     started = [(event.ranks, event.attempt) for event in seen if isinstance(event, mpwatch.events.WorkerStarted)]
     assert started == [((0,), 0), ((1,), 0), ((1,), 1)]

@@ -25,29 +25,23 @@ def test_values_come_in_the_order_of_the_items():
 
 
 def test_closures_and_large_items_and_values():
-    offset = b"12345"
-    items = [bytes([number]) * (1 << 20) for number in range(6)]
+    offset, items = b"12345", [bytes([number]) * (1 << 20) for number in range(6)]
     assert list(mpwatch.map(lambda item: item + offset, items, 2)) == [item + offset for item in items]
 
 
-def test_in_order_of_completion_each_value_has_the_index_of_its_item():
-    pairs = list(mpwatch.map(fn.square, (number for number in range(100, 150)), 3, ordered=False))
-    assert sorted(pairs) == [(index, (100 + index) ** 2) for index in range(50)]
-
-
-def test_a_slow_item_holds_up_only_its_own_value(tmp_path):
+def test_in_order_of_completion_a_slow_item_holds_up_only_its_own_value(tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 
     def wait_at_zero(number):
-        if number == 0:
+        if number == 100:
             gate.read_bytes()
         return number
 
-    values = mpwatch.map(wait_at_zero, range(20), 2, ordered=False)
-    assert sorted(next(values)[0] for _ in range(19)) == list(range(1, 20))
+    values = mpwatch.map(wait_at_zero, (number for number in range(100, 120)), 2, ordered=False)
+    assert sorted(next(values) for _ in range(19)) == [(index, 100 + index) for index in range(1, 20)]
     gate.write_bytes(b"")
-    assert list(values) == [(0, 0)]
+    assert list(values) == [(0, 100)]
 
 
 def test_a_rank_keeps_its_state_from_item_to_item():
@@ -115,7 +109,7 @@ def test_a_failure_is_yielded_in_the_place_of_the_value():
 def test_a_rank_that_dies_takes_one_item_with_it(chunksize, tmp_path):
     path = tmp_path / "calls"
     items = [(path, number) for number in range(30)]
-    outcomes = list(mpwatch.map(fn.append_line, items, 2, on_error="yield", chunksize=chunksize))
+    outcomes = list(mpwatch.map(fn.append_line_and_die_at_seven, items, 2, on_error="yield", chunksize=chunksize))
     failure = outcomes.pop(7)
     assert outcomes == [number for number in range(30) if number != 7]
     assert (failure.failure.kind, failure.failure.signal) == (FailureKind.SIGNAL, signal.SIGKILL)
@@ -125,18 +119,9 @@ def test_a_rank_that_dies_takes_one_item_with_it(chunksize, tmp_path):
 def test_a_failed_item_is_tried_again(tmp_path, caplog):
     paths = [tmp_path / str(number) for number in range(3)]
     assert list(mpwatch.map(fn.succeed_at_third_attempt, paths, 2, max_restarts=2)) == ["done"] * 3
-    texts = [record.getMessage() for record in caplog.records if "tried again" in record.getMessage()]
+    texts = [text for text in caplog.messages if "tried again" in text]
     assert len(texts) == 6
-    assert {re.sub(r"^.* (is tried again \(attempt . of 3\)): .*", r"\1", text) for text in texts} == {
-        "is tried again (attempt 2 of 3)",
-        "is tried again (attempt 3 of 3)",
-    }
-
-
-def test_an_item_that_fails_at_each_attempt():
-    (failure,) = mpwatch.map(fn.fail_at_seven, [7], 1, on_error="yield", max_restarts=RestartPolicy(2, delay=0.01))
-    assert failure.attempts == 3
-    assert str(failure).endswith("(3 attempts); all restarts are used up (max_restarts=2)")
+    assert {text.partition("tried again ")[2][:16] for text in texts} == {"(attempt 2 of 3)", "(attempt 3 of 3)"}
 
 
 def fail_with(number):
@@ -147,7 +132,8 @@ def test_retry_if_decides_for_each_item():
     policy = RestartPolicy(1, retry_if=OSError)
     first, second = mpwatch.map(fail_with, range(2), 1, on_error="yield", max_restarts=policy)
     assert [first.attempts, second.attempts] == [2, 1]
-    assert re.search("`retry_if` does not allow a restart", str(second))
+    assert str(first).endswith("(2 attempts); all restarts are used up (max_restarts=1)")
+    assert "`retry_if` does not allow a restart" in str(second)
 
 
 def test_an_item_that_takes_too_long():
@@ -165,7 +151,7 @@ def test_a_rank_without_items_is_not_late(caplog):
     assert next(values) == 0
     time.sleep(1)  # twice the time in which a late rank would be stopped
     assert list(values) == list(range(1, 10))
-    assert not caplog.records  # no rank was restarted
+    assert not [text for text in caplog.messages if "restart" in text]
 
 
 @pytest.mark.parametrize("function", [fn.make_lock, fn.make_bad_value])
@@ -175,10 +161,6 @@ def test_a_value_that_cannot_be_sent_or_rebuilt_fails_alone(function):
     assert outcomes == [0, 2, 3, 4]
     assert re.search("cannot be sent back: it is of type _thread.lock|1 cannot be rebuilt", str(failure))
     assert failure.failure.elapsed > 0
-    with pytest.raises(ItemFailedError) as caught:
-        list(mpwatch.map(function, range(5), 2))
-    assert caught.value.item_failure.index == 1
-    assert caught.value.result.elapsed >= caught.value.result.root_cause.elapsed > 0
 
 
 @pytest.mark.parametrize("chunksize", [1, 3])
@@ -193,7 +175,7 @@ def test_an_item_that_cannot_be_pickled_is_named(chunksize):
 
 
 def test_an_item_that_cannot_be_unpickled_fails_alone():
-    items = [0, fn.BadItem(1), 2, 3]
+    items = [0, fn.BadValue(1), 2, 3]
     outcomes = list(mpwatch.map(str, items, 1, on_error="yield", chunksize=4))
     failure = outcomes.pop(1)
     assert outcomes == ["0", "2", "3"]
@@ -212,9 +194,6 @@ def test_a_slow_iterator_does_not_hold_up_values():
     assert [next(values) for _ in range(500)] == [number * number for number in range(500)]
     gate.set()
     assert len(list(values)) == 503
-
-
-# --- Signals, and the end of the program
 
 
 @in_own_process
@@ -248,10 +227,8 @@ def test_a_program_ends_with_a_half_used_iterator():
         ((3, []), {}, TypeError, "fn must be callable, not 3"),
         ((fn.square, 3), {}, TypeError, "items must be an iterable, not 3"),
         ((fn.square, []), {"on_error": "skip"}, ValueError, "on_error must be 'raise' or 'yield', not 'skip'"),
-        ((fn.square, []), {"chunksize": 0}, ValueError, "chunksize must be"),
         ((fn.square, []), {"timeout": 3}, TypeError, r"map\(\) has no option 'timeout': use heartbeat_timeout"),
         ((fn.square, []), {"stop": (signal.SIGUSR1,)}, TypeError, r"map\(\) has no option 'stop': a map goes on"),
-        ((fn.square, []), {"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
     ],
 )
 def test_bad_input_is_refused_before_a_rank_starts(arguments, options, error, text):

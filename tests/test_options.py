@@ -1,17 +1,14 @@
 """Invalid options are refused before a rank is started, and the error names the option and its value."""
 
-import asyncio
 import functools
 import inspect
 import math
 import os
 import pickle
-import pydoc
 import re
 import signal
 from contextlib import suppress
-from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import FrozenInstanceError, fields, replace
 from fractions import Fraction
 from inspect import cleandoc
 from typing import get_type_hints
@@ -21,7 +18,6 @@ import pytest
 
 import mpwatch
 from mpwatch import FailureKind, LogSpec, Placement, Rendezvous, RestartPolicy, StopPolicy, WorkerSpec, events
-from support import functions
 
 with suppress(ImportError):
     import torch  # noqa: F401  the check of the backend imports it, which changes copyreg
@@ -39,14 +35,10 @@ async def coroutine():
     ("options", "error", "text"),
     [
         ({"nprocs": 0}, ValueError, "nprocs must be at least 1, .* not 0"),
-        ({"nprocs": "many"}, ValueError, "nprocs .* not 'many'"),
-        ({"fn": 3}, TypeError, "fn must be callable, not 3"),
         ({"fn": coroutine}, TypeError, "'coroutine' is async def"),
         ({"args": "ab"}, TypeError, "args must be a sequence .* not 'ab'"),
         ({"kwargs": [1]}, TypeError, r"kwargs must be a mapping .* not \[1\]"),
-        ({"kwargs": {1: 2}}, TypeError, "kwargs must have strings as keys, not 1"),
         ({"backend": "glo"}, ValueError, "torch has no such backend; there are .*gloo, mpi, nccl"),
-        ({"backend": 3}, TypeError, "backend must be a string, a Backend or None, not 3"),
         ({"env": "A=1"}, TypeError, "env must be a mapping .* not a value of type str$"),
         ({"env": {"A": 1}}, TypeError, "env must map strings to strings; 'A' has a value of type int$"),
         ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK: it identifies the rank, so mpwatch sets it$"),
@@ -54,7 +46,6 @@ async def coroutine():
         ({"grace_period": math.nan}, ValueError, "grace_period .* not nan"),
         ({"placement": "core"}, ValueError, "Placement: cpus must be 'cores', 'numa', a function .* or None, not 'core'"),
         ({"debug": "all"}, ValueError, "debug must be 'locals', 'post_mortem' or None, not 'all'"),
-        ({"stop": signal.SIGUSR1}, TypeError, r"stop must be a tuple .*\(signal.SIGUSR1,\), not <Sig"),
         ({"stop": {signal.SIGKILL}}, ValueError, "stop may not have SIGKILL: no program can handle it; leave it out"),
         ({"max_restarts": -1}, ValueError, "max_restarts must be at least 0, not -1"),
         (
@@ -63,10 +54,7 @@ async def coroutine():
             r"RestartPolicy\(scope='worker'\) is for ranks that do not communicate, but backend='gloo' makes a process group",
         ),
         ({"keep_going": True, "backend": "gloo"}, ValueError, "keep_going=True is for ranks that do not communicate"),
-        ({"on_event": [print, 3]}, TypeError, "on_event must be a function that takes an Event, or several of them, not 3"),
         ({"on_event": events.JsonLines}, TypeError, "on_event must be a function .* not <class '.*JsonLines'>"),
-        ({"on_progress": 3}, TypeError, "on_progress must be a function that takes an Event"),
-        ({"progress": "yes"}, TypeError, "progress must be True, False or None, not 'yes'"),
         ({"logs": "folder"}, TypeError, r"logs must be a LogSpec, such as LogSpec\('folder'\), or None, not 'folder'"),
         ({"logs": LogSpec(show=2)}, ValueError, "logs: show names rank 2, but nprocs=2: ranks are 0 to 1"),
     ],
@@ -85,21 +73,15 @@ RETRY_IF = "retry_if must be exception types, FailureKinds, a collection of them
     ("cls", "options", "error", "text"),
     [
         (RestartPolicy, {"scope": "rank"}, ValueError, "scope must be 'group' or 'worker', not 'rank'"),
-        (RestartPolicy, {"delay": -0.1}, ValueError, r"delay must be a number of seconds, 0 or more, not -0\.1"),
         (RestartPolicy, {"jitter": 1.01}, ValueError, r"jitter must be a number from 0 to 1, not 1\.01"),
         (RestartPolicy, {"retry_if": "ValueError"}, TypeError, f"{RETRY_IF}, not 'ValueError'"),
-        (RestartPolicy, {"reset_after": 0}, ValueError, "reset_after must be a number of seconds, more than 0, not 0"),
         (RestartPolicy, {"max_no_progress": 0}, ValueError, "max_no_progress must be at least 1, not 0"),
         (StopPolicy, {"after": 0}, ValueError, "StopPolicy: after must be a number of seconds, more than 0"),
-        (StopPolicy, {"timeout": "1"}, TypeError, "StopPolicy: timeout must be a number of seconds"),
         (Placement, {"gpus": "all"}, ValueError, "Placement: gpus must be 'own' or None, not 'all'"),
-        (LogSpec, {"dir": b"logs"}, TypeError, "logs: dir must be a path, not b'logs'"),
-        (LogSpec, {"show": "some"}, ValueError, "logs: show must be one of 'all', 'none', 'inherit', or ranks, not 'some'"),
         (LogSpec, {"show": {"stdin": "all"}}, ValueError, "logs: show may have the keys 'stdout' and 'stderr', not 'stdin'"),
         (LogSpec, {"dir": "logs", "show": "inherit"}, ValueError, "logs: show='inherit' gives the ranks the caller's own"),
         (LogSpec, {"stdout": 3}, TypeError, "logs: stdout must have a method `write` for text, not 3"),
         (LogSpec, {"prefix": "{pid}"}, ValueError, "prefix may have the fields {rank}, {local_rank}, .*no field 'pid'"),
-        (LogSpec, {"prefix": "{rank"}, ValueError, "'{rank' cannot be filled in"),
         (LogSpec, {"prefix": "a\n"}, ValueError, "logs: prefix must be a part of a line"),
     ],
 )
@@ -111,14 +93,10 @@ def test_an_invalid_part_of_an_option_is_named(cls, options, error, text):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"endpoint": " node0:1"}, ValueError, "nor have blanks around it"),
         ({"endpoint": "node0:http"}, ValueError, "endpoint must be host:port, such as 'node0:29400', not 'node0:http'"),
         ({"run_id": "../x"}, ValueError, "run_id also names the folder of logs, and cannot be '../x'"),
-        ({"nnodes": 0}, ValueError, "nnodes must be at least 1, not 0"),
         ({"nnodes": (3, 2)}, ValueError, r"nnodes \(max\) must be at least 3, not 2"),
-        ({"rank": -1}, ValueError, "rank must be at least 0, not -1"),
         ({"last_call_timeout": -1}, ValueError, "last_call_timeout must be a number of seconds, 0 or more, not -1"),
-        ({"join_timeout": 0}, ValueError, "join_timeout must be a number of seconds, more than 0, not 0"),
         ({"node_timeout": 1}, ValueError, "node_timeout must be at least 2 seconds, not 1"),
         ({"secret": ""}, ValueError, "secret must not be empty"),
     ],
@@ -163,10 +141,6 @@ def train(lr, *, epochs=1):
     pass
 
 
-def take_anything(*args, **kwargs):
-    pass
-
-
 class Model:
     def fit(self, data):
         pass
@@ -204,25 +178,10 @@ def test_arguments_that_do_not_fit_the_function_are_refused(function, args, kwar
     assert "PerRank([a, b])" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "kwargs"),
-    [
-        (take_anything, (1, 2), {"x": 3}),
-        (Model().fit, (1,), None),
-        (configured, (), None),  # though the function in it takes an argument
-        (dict, (), {"a": 1}),  # it has no signature
-    ],
-)
-def test_arguments_that_fit_the_function_are_accepted(function, args, kwargs):
-    WorkerSpec(fn=function, nprocs=1, args=args, kwargs=kwargs)
-
-
-def test_a_group_refuses_arguments_that_do_not_fit_and_goes_on():
-    with mpwatch.WorkerGroup(1) as group:
-        for call in (group.run, group.submit):
-            with pytest.raises(TypeError, match=r"fn double\(x, plus=0\) cannot be called"):
-                call(functions.double, (1, 2, 3))
-        assert list(group.run(functions.double, (1, 2))) == [4]
+def test_arguments_that_fit_the_function_are_accepted():
+    WorkerSpec(fn=Model().fit, nprocs=1, args=(1,))
+    WorkerSpec(fn=configured, nprocs=1)  # though the function in it takes an argument
+    WorkerSpec(fn=dict, nprocs=1, kwargs={"a": 1})  # it has no signature
 
 
 # --- What the options mean
@@ -239,33 +198,19 @@ def test_run_submit_and_main_need_a_number_of_ranks_or_a_spec_which_is_a_whole_c
             function(spec, 3, timeout=3.0)
 
 
-def test_a_spec_is_frozen_and_can_be_replaced():
+def test_specs_and_policies_are_frozen_and_take_numbers_of_any_type():
     spec = WorkerSpec(fn=abs, nprocs="cpu", args=[1], kwargs=None, max_restarts=2)
     assert spec.nprocs == WorkerSpec(fn=fn, nprocs="auto").nprocs == len(os.sched_getaffinity(0))
     assert spec.args == (1,)
     assert spec.max_restarts == replace(spec, nprocs=3).max_restarts == RestartPolicy(2)
-    with pytest.raises(FrozenInstanceError):
-        spec.nprocs = 3
-
-
-def test_a_restart_policy_is_frozen_and_takes_numbers_of_any_type():
     policy = RestartPolicy(np.int64(2), delay=np.float32(0.5), jitter=Fraction(1, 2), retry_if={ValueError, FailureKind.OOM})
+    for frozen in (spec, policy):
+        with pytest.raises(FrozenInstanceError):
+            frozen.nprocs = 3
     assert type(policy.max_restarts) is int
     assert pickle.loads(pickle.dumps(policy)) == policy
-    with pytest.raises(FrozenInstanceError):
-        policy.delay = 1.0
     with pytest.raises(TypeError):
         RestartPolicy(5, "worker")
-
-
-def test_a_sync_function_may_run_a_coroutine():
-    assert list(mpwatch.run(lambda: asyncio.run(asyncio.sleep(0, 5)), 1)) == [5]
-
-
-# --- What `help()` shows
-
-PUBLIC = [getattr(mpwatch, name) for name in mpwatch.__all__]
-EVENTS = [cls for name in events.__all__ if isinstance(cls := getattr(events, name), type) and issubclass(cls, events.Event)]
 
 
 def test_the_typed_options_are_those_of_run_and_of_a_spec_and_all_are_described():
@@ -275,32 +220,6 @@ def test_the_typed_options_are_those_of_run_and_of_a_spec_and_all_are_described(
     assert set(options) == set(parameters) - {"check"}
     assert all(parameters[name].default == options[name] for name in set(options) - {"fn", "nprocs"})
     assert set(parameters) <= set(re.findall(r"^    (\w+): ", cleandoc(mpwatch.run.__doc__), re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    "cls",
-    # a WorkerSpec has the options of run
-    [cls for cls in dict.fromkeys([*PUBLIC, *EVENTS]) if is_dataclass(cls) and cls is not WorkerSpec],
-    ids=lambda cls: cls.__name__,
-)
-def test_help_describes_each_field(cls):
-    text = pydoc.plain(pydoc.render_doc(cls))
-    assert f" |  {cls.__name__}(" in text  # the types and defaults of the fields
-    *_, descriptions = re.split(r"(?:Attributes|Args):\n", text, maxsplit=1)
-    inherited = {field.name for base in cls.__bases__ if is_dataclass(base) for field in fields(base)}  # described there
-    for field in fields(cls):
-        if field.name in inherited:
-            continue
-        description, *_ = re.findall(rf"^ \|      +{field.name}: (.*)$", descriptions, re.MULTILINE)
-        assert description[0] not in " ."
-
-
-@pytest.mark.parametrize(
-    "cls", [cls for cls in PUBLIC if isinstance(cls, type) and issubclass(cls, Enum)], ids=lambda cls: cls.__name__
-)
-def test_help_describes_each_member(cls):
-    described = re.findall(r"^    (\w+): ", cleandoc(cls.__doc__), re.MULTILINE)
-    assert described == [member.name for member in cls]
 
 
 @pytest.mark.parametrize(

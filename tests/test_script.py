@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 """
 # Rank 1 waits for rank 0, and fails.
 FAILING = """
-import os, signal, sys
+import os, signal
 
 class BadShardError(Exception):
     def __init__(self, *, shard):
@@ -40,8 +41,6 @@ class BadShardError(Exception):
 
 def load(shard):
     open("both").close()
-    if sys.argv[1] == "exit":
-        sys.exit(3)
     raise BadShardError(shard=shard)  # THE-LINE
 
 if os.environ["RANK"] == "1":
@@ -53,16 +52,9 @@ os.open("both", os.O_WRONLY), signal.pause()
 def write(folder, **texts):
     """Write these modules into the folder, in which `a__b` is the name of `a/b.py`."""
     for name, text in texts.items():
-        path = Path(folder, f"{name.replace('__', '/')}.py")
+        path = Path(folder, f"{name.replace('__', '/', 1)}.py")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-
-
-def write_reporter(folder):
-    write(folder, src__train=REPORTER, src__beside="VALUE = 5", beside="VALUE = 6")
-    write(folder, pkg__train=REPORTER, pkg__part=REPORTER)
-    Path(folder, "pkg", "__main__.py").write_text(REPORTER)
-    Path(folder, "link.py").symlink_to("src/train.py")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,9 @@ def write_reporter(folder):
     ids=["file", "link", "module", "package"],
 )
 def test_a_script_finds_in_a_rank_what_python_gives_it(args, options, as_python, tmp_path, monkeypatch):
-    write_reporter(tmp_path)
+    write(tmp_path, src__train=REPORTER, src__beside="VALUE = 5", beside="VALUE = 6")
+    write(tmp_path, pkg__train=REPORTER, pkg____main__=REPORTER)
+    (tmp_path / "link.py").symlink_to("src/train.py")
     python(*as_python, cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
     script = mpwatch.Script(*args, **options)
@@ -89,24 +83,14 @@ def test_a_script_finds_in_a_rank_what_python_gives_it(args, options, as_python,
     assert [json.loads(Path(rank).read_text()) for rank in ("0", "1")] == [expected, expected]
 
 
-@pytest.fixture
-def failing(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("_wait_for_all_stacks")
+def test_a_failure_is_reported_with_the_lines_of_the_script(tmp_path, monkeypatch):
     write(tmp_path, train=FAILING)
     os.mkfifo(tmp_path / "both")
     monkeypatch.chdir(tmp_path)
-
-    def fail(*args, on_event=None):
-        with pytest.raises(mpwatch.RunFailedError) as caught:
-            mpwatch.run(mpwatch.Script("train.py", *args), nprocs=2, on_event=on_event)
-        return caught.value
-
-    return fail
-
-
-@pytest.mark.usefixtures("_wait_for_all_stacks")
-def test_a_failure_is_reported_with_the_lines_of_the_script(failing, tmp_path):
-    events = []
-    error = failing("raise", on_event=events.append)
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(mpwatch.Script("train.py"), nprocs=2)
+    error = caught.value
     line = next(number for number, text in enumerate(FAILING.splitlines(), 1) if "THE-LINE" in text)
     assert re.fullmatch(
         rf"rank 1 failed first: BadShardError: shard 7 is bad \(train.py:{line} in load\)\n"
@@ -114,14 +98,12 @@ def test_a_failure_is_reported_with_the_lines_of_the_script(failing, tmp_path):
         str(error),
     )
     assert error.__cause__.shard == 7
-    path, frames = str(tmp_path / "train.py"), []
-    trace = error.__cause__.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_frame.f_code.co_name))
-        trace = trace.tb_next
-    assert frames == [(path, "<module>"), (path, "load")]
+    frames = [
+        (frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)
+    ]
+    assert frames == [(str(tmp_path / "train.py"), name) for name in ("<module>", "load")]
     assert error.result.stacks[0].count("  File ") == 1  # no frames of mpwatch
-    assert [event.fn for event in events if isinstance(event, mpwatch.events.RunStarted)] == ["train.py"]
+    assert error.result.events[0].fn == "train.py"
 
 
 @pytest.mark.parametrize(

@@ -230,14 +230,9 @@ def test_the_same_signal_again_does_at_once_what_it_does(number, error, received
 
 def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(received, caplog):
     event = SPAWN.Event()
+    policy = mpwatch.StopPolicy(USR1, timeout=0.1)
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(
-            stop_functions.hold_on,
-            2,
-            args=(event, signal.SIGUSR1),
-            stop=mpwatch.StopPolicy(USR1, timeout=0.1),
-            grace_period=60,
-        )
+        mpwatch.run(stop_functions.hold_on, 2, args=(event, signal.SIGUSR1), stop=policy, grace_period=60)
     text = "a stop was requested (SIGUSR1), and ranks 0-1 had not returned within StopPolicy(timeout=0.1)"
     assert text in str(caught.value)
     assert caught.value.result.state is WorkerState.STOPPED
@@ -249,11 +244,7 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
 
 
 @pytest.mark.parametrize(
-    ("step", "error", "text"),
-    [
-        (1.5, TypeError, r"should_stop\(\) takes the step as an int, not a float"),
-        (1 << 64, ValueError, "64 bits"),
-    ],
+    ("step", "error", "text"), [(1.5, TypeError, "as an int, not a float"), (1 << 64, ValueError, "64 bits")]
 )
 def test_a_step_is_an_int_of_64_bits(step, error, text):
     with pytest.raises(mpwatch.RunFailedError, match=text) as caught:

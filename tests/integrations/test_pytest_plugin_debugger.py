@@ -31,8 +31,6 @@ def test_without_ranks():
 
 
 class PytestProgram(DebuggedProgram):
-    """Runs pytest in a terminal."""
-
     def __init__(self, *arguments, env):
         super(DebuggedProgram, self).__init__(*arguments, env=env, columns=140, rows=300)
 

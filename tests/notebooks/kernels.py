@@ -28,14 +28,8 @@ class Kernel:
         # With PYTEST_CURRENT_TEST a kernel does not redirect its descriptors 1 and 2, as it does for users. Jupyter warns.
         env = {name: value for name, value in ENV.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONWARNINGS")}
         self._log = tempfile.TemporaryFile("a+")  # append mode: writes go to the end, wherever this process reads
-        self._driver = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=env,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._driver = subprocess.Popen([sys.executable, __file__], **pipes, text=True, env=env)
         self.pid = self._request("start")
 
     def start_cell(self, code):
@@ -110,18 +104,13 @@ class _Driver:
         self._client = self._manager.blocking_client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=TIMEOUT)
-        deadline = time.monotonic() + TIMEOUT
-        while not self._receives_messages():
+        deadline, message = time.monotonic() + TIMEOUT, None
+        while message is None:
             assert time.monotonic() < deadline, "the kernel publishes no messages"
+            self._client.kernel_info()
+            with suppress(queue.Empty):
+                message = self._client.get_iopub_msg(timeout=0.1)
         return self._manager.provisioner.pid
-
-    def _receives_messages(self):
-        self._client.kernel_info()
-        try:
-            self._client.get_iopub_msg(timeout=0.1)
-        except queue.Empty:
-            return False
-        return True
 
     def start_cell(self, code):
         cell = self._client.execute(code)

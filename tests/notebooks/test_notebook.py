@@ -1,10 +1,15 @@
-"""Functions, classes and exceptions of cells in a real kernel without a user, and how they are shown. One kernel runs all cells."""
+"""Functions, classes and exceptions of cells in a real kernel without a user, and how they are shown. One kernel runs all cells.
 
+This file is also the program that runs the cells, since the client of the kernel leaves an event loop behind.
+"""
+
+import json
 import re
+import sys
 
 import pytest
 
-from notebooks.run_cells import run_cells
+from support.programs import ENV, python
 
 CELLS = {
     "definitions": """
@@ -48,10 +53,28 @@ def report_steps(event):
 }
 
 
+def main():
+    """Run the cells. Print the outputs of each, and the number of the cell, kind and text of each message about displays."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    displays = []
+
+    class Client(NotebookClient):
+        def process_message(self, message, cell, number):
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                displays.append((number, message["msg_type"], message["content"]["data"].get("text/plain")))
+            return super().process_message(message, cell, number)
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
+    Client(notebook, timeout=60, allow_errors=True, shutdown_kernel="immediate").execute()  # faster than asking it to end
+    json.dump([[cell.outputs for cell in notebook.cells], displays], sys.stdout)
+
+
 @pytest.fixture(scope="module")
 def cells():
     """Return the outputs and the display messages of each cell."""
-    outputs, messages = run_cells(CELLS.values())
+    outputs, messages = json.loads(python("-W", "ignore", __file__, env={**ENV, "PYTHONWARNINGS": "ignore"}).stdout)
     return {name: (outputs[n], [message[1:] for message in messages if message[0] == n]) for n, name in enumerate(CELLS)}
 
 
@@ -109,3 +132,7 @@ def test_a_notebook_without_a_user_has_no_prompt(outputs):
     assert "breakpoint() can open no prompt: this notebook is executed without a user" in str(outputs["breakpoint"])
     text = "".join(output["text"] for output in outputs["post-mortem"] if output["output_type"] == "stream")
     assert text.count("debug='post_mortem' can open no prompt: this notebook is executed without a user") == 1
+
+
+if __name__ == "__main__":
+    main()

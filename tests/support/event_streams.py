@@ -80,10 +80,9 @@ class EventHistory:
     def restart(self, after=2.0, delay=1.0, attempt=0):
         cause = next(event.failure for event in reversed(self.events) if isinstance(event, WorkerFailed))
         self.add(Restarting, after, attempt=attempt, cause=cause, delay=delay, restarts_left=0)
-        self.start_ranks(after + delay, attempt + 1).change_state(WorkerState.INIT, after + delay)
-        return self.add_for_each_rank(WorkerReady, after + delay + 0.5, attempt=attempt + 1).change_state(
-            WorkerState.HEALTHY, after + delay + 0.5
-        )
+        at = after + delay
+        self.start_ranks(at, attempt + 1).change_state(WorkerState.INIT, at)
+        return self.add_for_each_rank(WorkerReady, at + 0.5, attempt=attempt + 1).change_state(WorkerState.HEALTHY, at + 0.5)
 
     def succeed(self, after, attempt=0):
         self.add_for_each_rank(WorkerSucceeded, after, attempt=attempt)
@@ -111,9 +110,8 @@ class EventHistory:
 
 def restarted_run():
     """Rank 1 fails once. After the restart both ranks succeed."""
-    return (
-        EventHistory().start_and_call().add_heartbeat_late(1.2, 0).fail_rank_1().restart().succeed(4.5, attempt=1).end(4.7)
-    )
+    history = EventHistory().start_and_call().add_heartbeat_late(1.2, 0).fail_rank_1().restart()
+    return history.succeed(4.5, attempt=1).end(4.7)
 
 
 def failed_run():
@@ -124,32 +122,20 @@ def failed_run():
 
 def moved_node_run():
     """The third of three nodes becomes the second of two when the first node has failed. Then a third node joins again."""
-    history = (
-        EventHistory(is_multi_node=True, max_restarts=2)
-        .complete_rendezvous(0.1, 2, 3)
-        .change_state(WorkerState.INIT, 0.1)
-        .start_ranks(0.1)
-    )
-    history.add(CallStarted, 0.2).add_for_each_rank(WorkerReady, 0.5).change_state(WorkerState.HEALTHY, 0.5)
-    history.change_state(WorkerState.UNHEALTHY, 1.0).add_for_each_rank(WorkerStopped, 1.4)
-    history.add(Restarting, 1.5, cause=failure(0), delay=0.0, restarts_left=1)
-    history.complete_rendezvous(2.0, 1, 2, 1).start_ranks(2.0, 1).change_state(WorkerState.INIT, 2.0).add_for_each_rank(
-        WorkerReady, 2.5, attempt=1
-    )
-    history.change_state(WorkerState.HEALTHY, 2.5).change_state(WorkerState.UNHEALTHY, 3.0).add_for_each_rank(
-        WorkerStopped, 3.4, attempt=1
-    )
-    history.add(
-        Restarting,
-        3.5,
-        cause=None,
-        delay=0.0,
-        restarts_left=1,
-        attempt=1,
-        reason="other nodes have come: 1",
-        is_counted=False,
-    )
-    history.complete_rendezvous(4.0, 1, 3, 2).start_ranks(4.0, 2).change_state(WorkerState.INIT, 4.0).add_for_each_rank(
-        WorkerReady, 4.5, attempt=2
-    )
-    return history.change_state(WorkerState.HEALTHY, 4.5).succeed(5.0, attempt=2).end(5.2)
+
+    def begin(attempt, after, *position):
+        history.complete_rendezvous(after, *position, attempt).start_ranks(after, attempt)
+        history.change_state(WorkerState.INIT, after).add_for_each_rank(WorkerReady, after + 0.5, attempt=attempt)
+        history.change_state(WorkerState.HEALTHY, after + 0.5)
+
+    def end(attempt, after, **more):
+        history.change_state(WorkerState.UNHEALTHY, after).add_for_each_rank(WorkerStopped, after + 0.4, attempt=attempt)
+        history.add(Restarting, after + 0.5, attempt=attempt, delay=0.0, restarts_left=1, **more)
+
+    history = EventHistory(is_multi_node=True, max_restarts=2)
+    begin(0, 0.1, 2, 3)
+    end(0, 1.0, cause=failure(0))
+    begin(1, 2.0, 1, 2)
+    end(1, 3.0, cause=None, reason="other nodes have come: 1", is_counted=False)
+    begin(2, 4.0, 1, 3)
+    return history.succeed(5.0, attempt=2).end(5.2)

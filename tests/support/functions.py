@@ -1,9 +1,7 @@
 """Functions for ranks that succeed. It must import little: every rank of many tests imports it."""
 
-import os
 import signal
 import sys
-import threading
 
 import mpwatch
 
@@ -22,10 +20,6 @@ def rank():
     return mpwatch.current_worker().rank
 
 
-def get_environment():
-    return {name: os.environ.get(name) for name in VARIABLES}
-
-
 class Adder:
     """A callable object, which has no __name__; its method is a bound method."""
 
@@ -41,33 +35,6 @@ class Adder:
 
 def list_modules():
     return sorted(sys.modules)
-
-
-def write_rank(array, barrier):
-    """Return the array's values, the inodes of its memory, and the descriptors that are open for that memory."""
-    array[:] = rank()
-    barrier.wait()
-    with open("/proc/self/maps") as lines:
-        inodes = {line.split()[4] for line in lines if "mpwatch-call" in line}
-    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return set(array.tolist()), inodes, [link for link in paths if "mpwatch-call" in os.path.realpath(link)]
-
-
-def exits_with_0():
-    sys.exit(0)
-
-
-def exits_with_none():
-    sys.exit()
-
-
-def leaves_a_thread():
-    threading.Thread(target=threading.Event().wait, name="endless prefetcher").start()
-    return rank()
-
-
-def forks_and_both_return():
-    return os.fork() == 0
 
 
 def wait_unless_restarted(restarts):

@@ -1,7 +1,6 @@
 """Limits and delays while a tool for tests has replaced the clocks of Python."""
 
 import re
-from pathlib import Path
 
 import pytest
 from freezegun import freeze_time
@@ -45,9 +44,3 @@ def test_silent_ranks_are_noticed_and_restarted_after_a_delay(is_ticking):
     with freeze_time("2020-01-01", tick=is_ticking):
         result = mpwatch.run(fn, 1, grace_period=0.2, heartbeat_timeout=0.2, max_restarts=policy)
     assert re.search(r"was silent for 0\.[2-9]", str(result.attempts[0]))
-
-
-def test_only_one_module_reads_a_clock_that_such_tools_replace():
-    package = Path(mpwatch.__file__).parent
-    pattern = re.compile(r"\btime\.(monotonic|perf_counter)|from time import")
-    assert [path.name for path in package.rglob("*.py") if pattern.search(path.read_text())] == ["clock.py"]

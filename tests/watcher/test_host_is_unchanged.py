@@ -1,6 +1,5 @@
 """A run leaves the host process unchanged: after a success, failure, timeout, failed launch, Ctrl-C; and the host can fork."""
 
-import faulthandler
 import gc
 import locale
 import logging
@@ -21,47 +20,39 @@ import pytest
 import mpwatch
 from support import failing, functions
 from support.process_state import SPAWN, difference, state
-from support.programs import call, command, python
-from watcher import interrupting_functions
+from support.programs import command, python
 
 
 def everything():
     """Return the state of this process that a library might change, `process_state.state` included."""
     return {
         **state(),
-        "hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook),
-        "tracing": (sys.gettrace(), sys.getprofile()),
+        "hooks": (
+            sys.excepthook,
+            sys.unraisablehook,
+            sys.displayhook,
+            threading.excepthook,
+            sys.gettrace(),
+            sys.getprofile(),
+        ),
         "warnings": (list(warnings.filters), warnings.showwarning, dict(warnings.onceregistry)),
         "file mode mask": mode_mask(),
         "modules are found": (list(sys.path), list(sys.meta_path), list(sys.path_hooks)),
-        "main": (sys.modules["__main__"], dict(vars(sys.modules["__main__"]))),
-        "arguments": list(sys.argv),
+        "main": (sys.modules["__main__"], dict(vars(sys.modules["__main__"])), list(sys.argv)),
         "streams": (sys.stdin, sys.stdout, sys.stderr),
         "wake-up descriptor": wakeup_fd(),
-        "timers": {
-            timer: signal.getitimer(timer) for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-        },
+        "timers": [signal.getitimer(timer) for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)],
         "pending signals": signal.sigpending(),
-        "signals as the kernel has them": lines_of_status("SigBlk", "SigIgn", "SigCgt"),
-        "faulthandler": faulthandler.is_enabled(),
+        "of the kernel": lines_of_status("SigBlk", "SigIgn", "SigCgt", "Uid", "Gid", "NoNewPrivs", "Seccomp"),
         "logging": [(logger, logger.level, list(logger.handlers), logger.propagate) for logger in loggers()],
-        "priority": os.getpriority(os.PRIO_PROCESS, 0),
-        "scheduling": (os.sched_getaffinity(0), os.sched_getscheduler(0)),
+        "scheduling": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0), os.sched_getscheduler(0)),
         "process group": (os.getpgrp(), os.getsid(0)),
-        "limits": {
-            name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
-        },
-        "death signal and the like": lines_of_status("Uid", "Gid", "NoNewPrivs", "Seccomp"),
-        "blocking": {fd: os.get_blocking(fd) for fd in range(3)},
-        "inherited": {fd: os.get_inheritable(fd) for fd in range(3)},
-        "recursion": sys.getrecursionlimit(),
-        "switch interval": sys.getswitchinterval(),
+        "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
+        "descriptors 0 to 2": [(os.get_blocking(fd), os.get_inheritable(fd)) for fd in range(3)],
+        "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), locale.setlocale(locale.LC_ALL)),
         "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
-        "locale": locale.setlocale(locale.LC_ALL),
-        "reducers": dict(reduction.ForkingPickler._extra_reducers),
         "multiprocessing": (multiprocessing.active_children(), dict(vars(multiprocessing.current_process()))),
-        "spawning": getattr(multiprocessing.context._tls, "spawning_popen", None),
-        "executable": multiprocessing.spawn.get_executable(),
+        "spawning": (multiprocessing.spawn.get_executable(), dict(reduction.ForkingPickler._extra_reducers)),
     }
 
 
@@ -95,8 +86,11 @@ def succeeds():
 
 
 def fails():
+    def raise_on_rank_0():
+        return failing.raises_value_error() if failing.rank() == 0 else failing.wait_to_be_stopped()
+
     with pytest.raises(mpwatch.RunFailedError):
-        mpwatch.run(interrupting_functions.only_rank_0_raises, 2)
+        mpwatch.run(raise_on_rank_0, 2)
 
 
 def dies():
@@ -135,7 +129,7 @@ def is_terminated():
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         with pytest.raises(mpwatch.RunFailedError, match="SIGTERM"):
-            mpwatch.run(interrupting_functions.terminates_its_watcher, 2, grace_period=5)
+            mpwatch.run(failing.interrupts_its_watcher, 2, args=(signal.SIGTERM,), grace_period=5)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM]
@@ -150,17 +144,12 @@ def name(outcome):
 
 @pytest.mark.parametrize("outcome", [*OFF_THE_MAIN_THREAD, is_interrupted, is_terminated], ids=name)
 def test_a_run_leaves_the_host_unchanged(outcome):
+    """Also off the main thread, where Python delivers no signals."""
     before = everything()
     outcome()
-    assert_unchanged(before, everything())
-
-
-@pytest.mark.parametrize("outcome", OFF_THE_MAIN_THREAD, ids=name)
-def test_a_run_in_a_thread_leaves_the_host_unchanged(outcome):
-    """Off the main thread, where Python delivers no signals."""
-    before = everything()
-    with ThreadPoolExecutor() as threads:
-        threads.submit(outcome).result()
+    if outcome in OFF_THE_MAIN_THREAD:
+        with ThreadPoolExecutor() as threads:
+            threads.submit(outcome).result()
     assert_unchanged(before, everything())
 
 
@@ -197,7 +186,7 @@ def test_settings_of_the_host_stay(outcome):
     before = everything()
     outcome()
     after = everything()
-    timers = zip(before.pop("timers").values(), after.pop("timers").values(), strict=True)
+    timers = zip(before.pop("timers"), after.pop("timers"), strict=True)
     assert_unchanged(before, after)
     assert all(now == (pytest.approx(left, abs=60), interval) for (left, interval), now in timers)
 
@@ -226,15 +215,10 @@ def fork():
     sys.exit(0)  # as any program, exit hooks of multiprocessing and all
 
 
-def fork_after_runs():
-    for fn in (functions.rank, failing.raises_value_error, failing.is_killed):
-        mpwatch.run(fn, 2, check=False)
-    assert fork() == 0
-    print(list(mpwatch.run(functions.rank, 2)))
-
-
-def test_a_fork_after_runs_works():
-    assert call(fork_after_runs).stdout == "the child is done\n[0, 1]\n"
+def wait_twice(barrier):
+    barrier.wait()
+    barrier.wait()
+    return functions.rank()
 
 
 def fork_during_a_run():
@@ -246,8 +230,9 @@ def fork_during_a_run():
         barrier.wait()
 
     thread = threading.Thread(target=fork_between_barriers)
+    mpwatch.run(failing.is_killed, 1, check=False)
     thread.start()
-    print(list(mpwatch.run(interrupting_functions.waits_at_barrier_twice, 2, args=(barrier,))))
+    print(list(mpwatch.run(wait_twice, 2, args=(barrier,))))
     thread.join()
     assert codes == [0], codes
 
@@ -255,5 +240,4 @@ def fork_during_a_run():
 def test_a_fork_during_a_run_works():
     """Another thread forks. The child holds the run's descriptors; the run must end while the child lives."""
     done = python("-W", "ignore::DeprecationWarning", *command(fork_during_a_run))
-    assert done.stdout == "the child is done\n[0, 1]\n", done
-    assert done.stderr == ""
+    assert (done.stdout, done.stderr) == ("the child is done\n[0, 1]\n", "")

@@ -3,17 +3,23 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from support.process_state import is_alive
+from support import screens
 from support.programs import ENV, TESTS, command
-from watcher import suspended_functions
+from watcher.programs import Program, alive
+from watcher.watched_program import main
 
+SPIN = "print(*mpwatch.run(spin, 2, args=({!r},), timeout=60, grace_period=30), flush=True)"
+SPIN_IN_GROUP = """
+with mpwatch.WorkerGroup(2, timeout=2.0, heartbeat_timeout=1.0) as group:
+    group.run(os.getpid)
+    print(*group.run(spin, ({!r},)), flush=True)
+"""
 CPU_SECONDS = 0.2  # that a process may use from SIGTSTP to its stop
 RESULT = "(0, 0) (1, 0)\n"
 CTRL_Z = b"\x1a"
@@ -71,135 +77,80 @@ def gate(tmp_path):
 @pytest.fixture
 def start(gate):
     """Return a function that starts a program with two ranks. At the end of the test the program is killed."""
-    programs = []
-
-    def start_program(function, *args, ranks=2):
-        programs.append(Program(gate, function, *args))
-        programs[-1].read_pids(ranks)
-        return programs[-1]
-
-    yield start_program
-    for program in programs:
-        program.process.kill()
-        program.process.communicate()
+    with ExitStack() as stack:
+        yield lambda call=SPIN, in_host="": stack.enter_context(Program(call.format(str(gate)), "", in_host))
 
 
-class Program:
-    """A program with ranks, which this process suspends and resumes as a shell does."""
+def suspend(program):
+    """Send SIGTSTP, and check that the program and its ranks stop.
 
-    def __init__(self, gate, function, *args):
-        self._gate = gate
-        self.pids = []  # of each rank, and of its helper
-        self.process = subprocess.Popen(
-            [sys.executable, *command(function, str(gate), *args)],
-            env={**ENV, "PYTHONWARNINGS": "default"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
+    In the first two milliseconds of a call the program has its own signals. The signal comes after that.
+    """
+    wait_until(lambda: catches_ctrl_z(program.process.pid))
+    before = cpu_seconds(program.pids)
+    program.signal(signal.SIGTSTP)
+    stopped = os.waitid(os.P_PID, program.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert stopped.si_code == os.CLD_STOPPED, program.process.communicate()
+    check_suspension(program.pids, before)
 
-    def read_line(self):
-        return self.process.stdout.readline()
 
-    def read_pids(self, ranks):
-        for _ in range(ranks):
-            words = self.read_line().split()
-            assert words[:1] == ["running"], f"{words} {self.process.communicate()}"
-            self.pids += map(int, words[1:])
-
-    def send(self, signum):
-        os.kill(self.process.pid, signum)
-
-    def suspend(self):
-        """Send SIGTSTP, and check that the program and its ranks stop.
-
-        In the first two milliseconds of a call the program has its own signals. The signal comes after that.
-        """
-        wait_until(lambda: catches_ctrl_z(self.process.pid))
-        before = cpu_seconds(self.pids)
-        self.send(signal.SIGTSTP)
-        self.wait_for_stop()
-        check_suspension(self.pids, before)
-
-    def wait_for_stop(self):
-        stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        assert stopped.si_code == os.CLD_STOPPED, self.process.communicate()
-
-    def resume(self):
-        self.send(signal.SIGCONT)
-
-    def finish(self):
-        """Let the ranks return. Return the exit status, stdout and stderr of the program."""
-        self._gate.touch()
-        return self.wait_for_end()
-
-    def wait_for_end(self):
-        out, err = self.process.communicate(timeout=60)
-        assert not [pid for pid in self.pids if is_alive(pid)]
-        return self.process.returncode, out, err
+def finish(program, gate):
+    """Let the ranks return. Check that nothing disturbs the program."""
+    gate.touch()
+    assert program.end() == (0, RESULT, "")
 
 
 @pytest.mark.parametrize(
-    ("function", "rounds"),
-    [
-        (suspended_functions.run, 3),
-        (suspended_functions.call, 3),
-        pytest.param(suspended_functions.run, 100, marks=pytest.mark.slow),
-    ],
+    ("call", "rounds"), [(SPIN, 3), (SPIN_IN_GROUP, 3), pytest.param(SPIN, 100, marks=pytest.mark.slow)]
 )
-def test_ranks_and_helpers_stop_and_go_on_with_the_program(start, function, rounds):
-    program = start(function, {})
+def test_ranks_and_helpers_stop_and_go_on_with_the_program(start, gate, call, rounds):
+    program = start(call)
     for _ in range(rounds):
-        program.suspend()
-        program.resume()
+        suspend(program)
+        program.signal(signal.SIGCONT)
         wait_until(lambda: are_all_running([program.process.pid, *program.pids]))
-    assert program.finish() == (0, RESULT, "")
+    finish(program, gate)
 
 
-def test_no_limit_counts_the_suspension(start):
-    program = start(suspended_functions.call, {"timeout": 2.0, "heartbeat_timeout": 1.0})
-    program.suspend()
+def test_no_limit_counts_the_suspension(start, gate):
+    program = start(SPIN_IN_GROUP)
+    suspend(program)
     stay_suspended(2.5)
-    program.resume()
-    assert program.finish() == (0, RESULT, "")
+    program.signal(signal.SIGCONT)
+    finish(program, gate)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_suspension_is_delivered_afterwards(start, signum):
-    program = start(suspended_functions.run, {"grace_period": 30})
-    program.suspend()
-    program.send(signum)
+    program = start()
+    suspend(program)
+    program.signal(signum)
     stay_suspended(0.1)
     assert have_all_stopped([program.process.pid, *program.pids])
-    program.resume()
-    assert program.wait_for_end()[:2] == (-signum, "")
+    program.signal(signal.SIGCONT)
+    assert program.end()[:2] == (-signum, "")
 
 
 def test_no_rank_outlives_a_suspended_program_that_is_killed(start):
-    program = start(suspended_functions.run, {})
-    program.suspend()
-    program.send(signal.SIGKILL)
-    wait_until(lambda: not [pid for pid in program.pids if is_alive(pid)])
+    program = start()
+    suspend(program)
+    program.signal(signal.SIGKILL)
+    wait_until(lambda: not alive(program.pids))
 
 
 @pytest.mark.parametrize(
-    ("function", "output"),
-    [(suspended_functions.run_with_own_handler, "own handler\n"), (suspended_functions.run_that_ignores_ctrl_z, "")],
+    ("handler", "output"), [("lambda *_: print('own handler', flush=True)", "own handler\n"), ("signal.SIG_IGN", "")]
 )
-def test_a_host_with_its_own_way_is_left_alone(start, function, output):
-    program = start(function)
-    program.send(signal.SIGTSTP)
+def test_a_host_with_its_own_way_is_left_alone(start, gate, handler, output):
+    program = start(in_host=f"signal.signal(signal.SIGTSTP, {handler})")
+    program.signal(signal.SIGTSTP)
     if output:
-        assert program.read_line() == output
+        assert program.process.stdout.readline() == output
     assert are_all_running([program.process.pid, *program.pids])
-    assert program.finish() == (0, RESULT, "")
+    finish(program, gate)
 
 
 def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
-    pytest.importorskip("pyte")
-    from support.screens import Program as TerminalProgram
-
     def has(row, times=1):
         return lambda rows: rows.count(row) == times
 
@@ -207,8 +158,8 @@ def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
         found = [row.split()[1:] for row in rows if row.startswith("running")]
         return [int(pid) for pids in found for pid in pids]
 
-    arguments = [str(TESTS / "support" / "job_shell.py"), *command(suspended_functions.run, str(gate), {"timeout": 60})]
-    with TerminalProgram(*arguments, env=ENV) as terminal:
+    arguments = [str(TESTS / "support" / "job_shell.py"), *command(main, SPIN.format(str(gate)), "", "")]
+    with screens.Program(*arguments, env=ENV) as terminal:
         assert terminal.read_until(lambda rows: len(find_pids(rows)) == 4)
         pids = find_pids(terminal.emulator.rows())
         for number in (1, 2):
@@ -231,10 +182,7 @@ def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
 
 def test_ctrl_z_does_nothing_in_a_terminal_without_a_shell(gate):
     """The program leads the session, as with `ssh -t host python x.py`. Nothing there could continue it."""
-    pytest.importorskip("pyte")
-    from support.screens import Program as TerminalProgram
-
-    with TerminalProgram(*command(suspended_functions.run, str(gate), {"timeout": 60}), env=ENV) as terminal:
+    with screens.Program(*command(main, SPIN.format(str(gate)), "", ""), env=ENV) as terminal:
         assert terminal.read_until(lambda rows: sum(row.startswith("running") for row in rows) == 2)
         terminal.type(CTRL_Z)
         assert terminal.read_until(lambda rows: any("^Z" in row for row in rows))  # only later output is not discarded

@@ -1,12 +1,8 @@
 """The process of the watcher: what signals and its death do to the ranks."""
 
-import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,11 +10,10 @@ import pytest
 
 import mpwatch
 from support import failing
-from support.process_state import is_alive
-from support.programs import ENV, call, command, python
+from support.programs import call, python
 from support.thoroughness import choose
-from watcher import interrupting_functions
-from watcher.watched_program import PATIENT_RUN, RUN, main
+from watcher.programs import Program, alive
+from watcher.watched_program import PATIENT_RUN, RUN
 
 SAVE = r"signal.signal(2, lambda *_: (os.write(1, b'saved\n'), os._exit(0)))"
 IGNORE = r"signal.signal(2, lambda *_: os.write(1, b'received\n')); signal.signal(15, signal.SIG_IGN)"
@@ -26,43 +21,6 @@ IN_THREAD = "thread = threading.Thread(target=mpwatch.run, args=(work, 2)); thre
 FORK = "threading.Timer(0.2, lambda: os.fork() or (signal.alarm(2), signal.pause(), os._exit(0))).start()"
 MAP = "list(mpwatch.map(lambda _: work(), range(2), 2, grace_period=5))"
 GROUP = "mpwatch.WorkerGroup(2, grace_period=5).run(work)"
-
-
-class Program:
-    """A running program whose pids are known. Its arguments are statements in the names of watched_program.py."""
-
-    def __init__(self, call=RUN, in_rank="", in_host=""):
-        self.process = subprocess.Popen(
-            [sys.executable, *command(main, call, in_rank, in_host)],
-            env=ENV,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pids = [int(pid) for _ in range(2) for pid in self.process.stdout.readline().split()[1:]]
-        assert len(self.pids) == 4, self.process.stderr.read()
-        self.ranks = self.pids[::2]
-
-    def signal(self, number, *, group=False):
-        self.since = time.monotonic()
-        (os.killpg if group else os.kill)(self.process.pid, number)
-
-    def end(self):
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-    def end_soon(self, number):
-        """Wait for the program, which ends soon by this signal and leaves no process. Return its output."""
-        status, out, err = self.end()
-        assert status == -number, err
-        assert time.monotonic() - self.since < 4
-        assert not alive(self.pids)
-        return out, err
-
-
-def alive(pids):
-    return [pid for pid in pids if is_alive(pid)]
 
 
 def guardian_of(pid):
@@ -89,8 +47,9 @@ def test_no_rank_outlives_a_watcher_that_has_lost_its_guardian(eventually):
     program = Program()
     os.kill(guardian_of(program.process.pid), signal.SIGKILL)
     program.signal(signal.SIGKILL)
-    program.end()
+    program.process.wait()
     eventually(lambda: not alive(program.pids))
+    program.end()
 
 
 def test_ctrl_c_raises_keyboard_interrupt_and_prints_one_traceback():
@@ -190,41 +149,12 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     assert err.endswith("KeyboardInterrupt\n")
 
 
-def set_event_and_wait(started):
-    started.set()
-    while True:  # not signal.pause(), which may begin just after the signal has come
-        # It calls the handlers. In a child that a thread has forked, the interpreter of Python 3.13 and newer does not.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        time.sleep(0.01)
-
-
-def test_a_child_that_the_host_forks_during_a_run_has_its_own_signals(barrier):
-    codes = []
-
-    def fork_and_terminate():
-        forked = multiprocessing.get_context("fork")
-        started = forked.Event()  # Python forgets signals that reach a child before its first instruction
-        child = forked.Process(target=set_event_and_wait, args=(started,))
-        child.start()
-        started.wait()
-        child.terminate()
-        child.join()
-        codes.append(child.exitcode)
-        barrier.wait()
-
-    thread = threading.Thread(target=fork_and_terminate)
-    thread.start()
-    list(mpwatch.run(interrupting_functions.waits_at_barrier, 2, args=(barrier,)))
-    thread.join()
-    assert codes == [-signal.SIGTERM]
-
-
-def test_ranks_do_not_ignore_sigterm_if_the_host_does():
+def test_ranks_do_not_ignore_sigterm_if_the_host_does(barrier):
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         start = time.monotonic()
-        with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first"):
-            mpwatch.run(interrupting_functions.only_rank_0_raises, 4, grace_period=60)
+        with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+            mpwatch.run(failing.call_on_rank_1, 3, args=(failing.raises_value_error, barrier), grace_period=60)
         assert time.monotonic() - start < 20
     finally:
         signal.signal(signal.SIGTERM, handler)

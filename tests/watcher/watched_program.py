@@ -6,7 +6,7 @@ import signal
 import sys
 import threading  # noqa: F401 - for the statements
 
-import mpwatch  # noqa: F401 - for the statements
+import mpwatch
 from support import failing
 
 RUN = "mpwatch.run(work, 2, grace_period=5)"
@@ -22,12 +22,24 @@ def main(call, in_rank, in_host):
     exec(call, globals())
 
 
-def wait_with_helper(in_rank):
-    """Print the pid of this rank, and that of a helper that it starts."""
-    exec(in_rank, globals())
-    helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
+def start_helper(statements):
+    """Start a process, and print the pid of this rank, and that of the process."""
+    helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", statements], os.environ)
     os.write(1, f"running {os.getpid()} {helper}\n".encode())
+
+
+def wait_with_helper(in_rank):
+    exec(in_rank, globals())
+    start_helper("import signal; signal.pause()")
     failing.wait_to_be_stopped()
+
+
+def spin(gate):
+    """Use a CPU, as a helper does, until the file `gate` exists."""
+    start_helper("while True: pass")
+    while not os.path.exists(gate):
+        mpwatch.report(step=3)
+    return mpwatch.current_worker().rank, mpwatch.current_worker().restart_count
 
 
 def call_in_thread(call=RUN):

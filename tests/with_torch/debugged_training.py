@@ -18,14 +18,14 @@ def train(steps):
     return total.item()
 
 
-def train_with_torchs_breakpoint(_):
+def train_with_torchs_breakpoint():
     weights = torch.ones(2) * mpwatch.current_worker().rank
     dist.breakpoint(rank=1)
     dist.all_reduce(weights)
     return weights.tolist()
 
 
-def fail_in_rank_1(_):
+def fail_in_rank_1():
     rank = mpwatch.current_worker().rank
     weights = torch.full((2,), float(rank))
     if rank == 1:
@@ -36,8 +36,8 @@ def fail_in_rank_1(_):
 if __name__ == "__main__":
     with mpwatch.WorkerGroup(4, backend="gloo", debug="post_mortem") as group:
         print("values:", list(group.run(train, args=(10,))), flush=True)
-        print("values:", list(group.run(train_with_torchs_breakpoint, args=(1,))), flush=True)
+        print("values:", list(group.run(train_with_torchs_breakpoint)), flush=True)
         try:
-            group.run(fail_in_rank_1, args=(1,))
+            group.run(fail_in_rank_1)
         except mpwatch.RunFailedError as error:
             print(error, flush=True)

@@ -1,17 +1,16 @@
-"""A program with the usual beginnings of training scripts. Its functions use them in a rank."""
+"""A program with the usual beginnings of training scripts. Its functions use them, and all of torch's stand-ins for modules."""
 
 import argparse
-import functools
 import logging
-import random
 import sys
 import threading
 from contextlib import nullcontext
+from types import ModuleType
 
 import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
-from torch.backends import cudnn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
@@ -21,7 +20,7 @@ logging.basicConfig(level=logging.INFO, handlers=[logging.StreamHandler(sys.stde
 logger = logging.getLogger(__name__)
 
 torch.set_float32_matmul_precision("high")
-cudnn.benchmark = True
+torch.backends.cudnn.benchmark = True
 
 args = argparse.Namespace(lr=0.1, epochs=2)
 config = {key: value for key, value in vars(args).items() if isinstance(value, int | float)}
@@ -30,7 +29,7 @@ dtype = torch.bfloat16
 ctx = nullcontext() if device.type == "meta" else torch.amp.autocast(device_type=device.type, dtype=dtype)
 scaler = torch.amp.GradScaler("cpu")
 generator = torch.Generator().manual_seed(1)
-model = nn.Linear(2, 2)
+model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
 loader = DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
@@ -39,21 +38,9 @@ best_loss = float("inf")
 lock = threading.Lock()  # used by no rank
 
 
-def set_seed(seed):
-    random.seed(seed)
-    torch.manual_seed(seed)
-    torch.backends.cudnn.deterministic = True
-    return torch.backends.cudnn.deterministic and torch.backends.mkldnn.enabled
-
-
 @torch.no_grad()
 def evaluate():
     return [F.cross_entropy(model(x), y).item() for x, y in loader]
-
-
-@functools.cache
-def cached():
-    return args.lr
 
 
 class Trainer:
@@ -78,18 +65,23 @@ class Trainer:
 trainer = Trainer()
 
 
-def main():
+def main(stand_ins):
     logger.info("started with %s", config)
+    assert all(stand_in is sys.modules[name] for name, stand_in in stand_ins.items())
+    torch._dynamo.config.suppress_errors = inductor_config.max_autotune = torch.backends.cudnn.deterministic = False
     assert aten.add(torch.ones(1), torch.ones(1)) == 2
-    assert set_seed(args.epochs)
     assert Trainer().fit()
     assert trainer.fit()
     assert len(evaluate()) == 2
-    assert cached() == 0.1
     assert generator.initial_seed() == 1
-    return dtype, device
+    return dtype, device, stand_ins
 
 
 if __name__ == "__main__":
-    assert list(mpwatch.run(main, 1)) == [(dtype, device)]
+    named = {name: value for name, value in sys.modules.items() if name.startswith("torch")}
+    named = {name: value for name, value in named.items() if type(value) is not ModuleType}
+    assert named.keys() > {"torch.backends.cudnn", "torch.ops", "torch.classes", "torch._dynamo.config"}
+    *back, stand_ins = mpwatch.run(main, 1, args=(named,))[0]
+    assert back == [dtype, device]
+    assert all(stand_ins[name] is value for name, value in named.items())
     print("done")

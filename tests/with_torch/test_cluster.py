@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import pickle
 import re
 import signal
@@ -50,12 +49,6 @@ class PlannedEngine(cluster.ThreadEngine):
         self.planned[number].cancel()
 
 
-def lost(error):
-    future = Future()
-    future.set_exception(error)
-    return future
-
-
 # ---- A job is as a run on one machine
 
 
@@ -88,9 +81,8 @@ def test_a_failure_is_that_of_the_rank_and_its_output_is_shown(capsys):
             raise RankError("the disk is full")
         signal.pause()
 
-    with pytest.raises(
-        mpwatch.RunFailedError, match=r"rank 1 on node .* failed first: .*RankError: the disk is full"
-    ) as caught:
+    text = "rank 1 on node .* failed first: .*RankError: the disk is full"
+    with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
         run(print_and_fail)
     assert type(caught.value.__cause__) is RankError
     assert caught.value.__cause__.__traceback__.tb_frame.f_code.co_name == "print_and_fail"
@@ -99,19 +91,8 @@ def test_a_failure_is_that_of_the_rank_and_its_output_is_shown(capsys):
     assert all(line.startswith(("[0:0] ", "[1:1] ")) for line in lines)
 
 
-def test_ctrl_c_stops_all_nodes():
-    def interrupt(event):
-        if isinstance(event, events.CallStarted):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(signal.pause, on_event=interrupt)
-
-
 def test_a_timeout_names_the_ranks_of_all_nodes():
-    text = (
-        r"node \d \(.*\): the run did not end within timeout=1 s: rank \d had not returned; on other nodes rank \d had not"
-    )
+    text = r"timeout=1 s: rank \d had not returned; on other nodes rank \d had not"
     with pytest.raises(mpwatch.RunTimeoutError, match=text):
         run(signal.pause, timeout=1)
 
@@ -137,12 +118,9 @@ def test_view_progress_and_output_come_from_all_nodes(capfd):
     ("options", "error", "text"),
     [
         ({"debug": "post_mortem"}, ValueError, "debug='post_mortem': the nodes have no terminal"),
-        ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
         ({"nodes": 0}, ValueError, "^nodes must be"),
         ({"queue_timeout": 0}, ValueError, "queue_timeout must be a number of seconds, more than 0, not 0"),
-        ({"epochs": 3}, TypeError, "epochs"),
         ({"engine": "ray"}, TypeError, r"engine must be an object such as mpwatch\.cluster\.ThreadEngine\(\), not "),
-        ({"engine": cluster.ThreadEngine}, TypeError, r"engine must be an object such as"),
         ({"args": (threading.Lock(),)}, mpwatch.LaunchError, r"args\[0\] is a _thread.lock, which cannot be sent"),
     ],
 )
@@ -162,7 +140,11 @@ class LosingEngine(PlannedEngine):
         self.count = count
 
     def start_node(self, call, number):
-        return lost(ConnectionError("the machine is gone")) if number < self.count else super().start_node(call, number)
+        if number >= self.count:
+            return super().start_node(call, number)
+        lost = Future()
+        lost.set_exception(ConnectionError("the machine is gone"))
+        return lost
 
 
 def test_a_node_that_is_lost_before_it_connects_is_replaced():
@@ -226,34 +208,24 @@ class ProcessEngine(PlannedEngine):
         return cluster.NodeOutcome(*pickle.loads(answer))
 
 
-class KillAllNodes:
-    """Kills all nodes, once, when the ranks of all nodes have been called."""
-
-    def __init__(self, engine, nodes):
-        self.engine, self.nodes = engine, nodes
-        self.events, self.calls = [], 0
-
-    def __call__(self, event):
-        self.events.append(event)
-        if isinstance(event, events.CallStarted):
-            self.calls += 1
-            if self.calls == self.nodes:
-                for process in self.engine.processes:
-                    process.kill()
-
-
 @pytest.mark.parametrize("nodes", [1, pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog):
-    engine = ProcessEngine()
-    kill = KillAllNodes(engine, 1 if nodes == 1 else 2)
-    options = {"args": (1,), "max_restarts": 2, "node_timeout": 2.0, "on_event": kill}
+    engine, seen, called = ProcessEngine(), [], []
+
+    def kill_all_nodes(event):
+        seen.append(event)
+        if isinstance(event, events.CallStarted):
+            called.append(event)
+            if len(called) == (1 if nodes == 1 else 2):
+                for process in engine.processes:
+                    process.kill()
+
+    options = {"args": (1,), "max_restarts": 2, "node_timeout": 2.0, "on_event": kill_all_nodes}
     result = run(functions.wait_unless_restarted, 2, engine=engine, nodes=nodes, **options)
     assert list(result) == [(rank, 1) for rank in range(len(result))]
-    assert result.restarts == 1
     first, second = result.attempts
-    assert first.root_cause.kind is mpwatch.FailureKind.LOST
-    assert second.is_counted
-    assert [event.restarts_left for event in kill.events if isinstance(event, events.Restarting)] == [1]
+    assert (first.root_cause.kind, second.is_counted, result.restarts) == (mpwatch.FailureKind.LOST, True, 1)
+    assert [event.restarts_left for event in seen if isinstance(event, events.Restarting)] == [1]
     assert re.search(r"\(restart 1, 1 left\): node \d \(.*\) with rank", caplog.text)
 
 
@@ -264,9 +236,7 @@ def test_a_job_whose_nodes_are_lost_again_ends_when_its_restarts_are_used_up():
         if isinstance(event, events.CallStarted):
             engine.processes[-1].kill()
 
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        run(signal.pause, engine=engine, nodes=1, max_restarts=1, on_event=kill)
-    result = caught.value.result
+    result = run(signal.pause, engine=engine, nodes=1, max_restarts=1, on_event=kill, check=False)
     assert result.root_cause.kind is mpwatch.FailureKind.LOST
     assert [attempt.is_counted for attempt in result.attempts] == [False, True]
     assert result.notes == ("not restarted again: all restarts are used up (max_restarts=1)",)
@@ -300,13 +270,10 @@ class SmallEngine(PlannedEngine):
 
     def __init__(self, room):
         super().__init__()
-        self.room = room
+        self.lacks_room = lambda number: number >= room
 
     def start_node(self, call, number):
         return Future() if self.lacks_room(number) else super().start_node(call, number)
-
-    def lacks_room(self, number):
-        return number >= self.room
 
 
 def test_nodes_do_not_wait_for_more_if_the_cluster_has_no_room(caplog):

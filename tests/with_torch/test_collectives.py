@@ -49,7 +49,7 @@ HAS_NOT_JOINED = (
     [
         pytest.param(
             wait_without_end,
-            rf"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10; it {HAS_NOT_JOINED}in wait \(.* in wait_without_end",
+            rf"was silent for [\d.]+ s \(.*=1\), at step 3 of 10; it {HAS_NOT_JOINED}in wait",
             marks=pytest.mark.slow,
         ),
         (sends_heartbeats_only, rf"{HAS_NOT_JOINED}\(.* in sends_heartbeats_only"),
@@ -84,12 +84,11 @@ def hangs_on_rank_1(hang):
     [
         (
             wait_without_end,
-            r"has not joined all_reduce #2 \(.*\), in which rank 0 waits \(.*\); its last collective was barrier #1: still at work in wait \(",
+            r"has not joined all_reduce #2 \(.*; its last collective was barrier #1: still at work in wait \(",
         ),
+        # the suspended rank cannot be asked
         pytest.param(
-            suspend_itself,  # it cannot be asked
-            r"kept its peers waiting until they timed out: still at work \(suspended, by SIGSTOP or SIGTSTP\)",
-            marks=pytest.mark.slow,
+            suspend_itself, r"kept its peers waiting until they timed out: .*\(suspended, by", marks=pytest.mark.slow
         ),
     ],
 )

@@ -10,10 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.functions import rank
 
 
 def loop(ranks):
@@ -65,19 +62,18 @@ def fail_while_others_stop(ranks):
 def wait_for_stopped_ranks(ranks):
     if rank() in ranks:
         breakpoint()
-    wait_for_peer("")
+    wait_for_peer()
 
 
 def raise_in_one(ranks):
     secret = f"secret of rank {rank()}"
     if rank() in ranks:
         raise ValueError(secret)
-    wait_for_peer(secret)
+    wait_for_peer()
 
 
-def wait_for_peer(text):
+def wait_for_peer():
     threading.Event().wait()
-    return text
 
 
 def stop_once(_=None):

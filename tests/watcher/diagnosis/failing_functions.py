@@ -1,6 +1,5 @@
 """Functions for ranks that fail in every way. A rank imports this module, so it imports little."""
 
-import mmap
 import os
 import resource
 import signal
@@ -10,12 +9,7 @@ import sys
 import threading
 import time
 
-from support.failing import (
-    is_killed,
-    rank,
-    state_of,
-    wait_to_be_stopped,
-)
+from support.failing import is_killed, rank, state_of, wait_to_be_stopped
 
 
 def call_on_rank_1_when_others_sleep(action, pids, *args):
@@ -44,21 +38,8 @@ def aborts():
     os.abort()
 
 
-def reads_beyond_the_end_of_a_file():
-    with open(os.memfd_create("short"), "r+b") as file:
-        file.truncate(mmap.PAGESIZE)
-        memory = mmap.mmap(file.fileno(), 0)
-        file.truncate(0)
-        return memory[0]
-
-
 def execs_a_program_that_exits_with_9():
     os.execv(sys.executable, [sys.executable, "-S", "-c", "raise SystemExit(9)"])
-
-
-def leaves_a_thread_and_raises():
-    threading.Thread(target=threading.Event().wait).start()
-    raise ValueError("the batch is bad")
 
 
 def opens_all_descriptors_and_raises():
@@ -77,8 +58,8 @@ class HangsWhenUnpickledError(Exception):
         return wait_to_be_stopped, ()
 
 
-def raises_exception_that_hangs_when_unpickled():
-    raise HangsWhenUnpickledError("the batch is bad")
+def raises(error_class):
+    raise error_class("the batch is bad")
 
 
 EXIT_CODES = ["", 0.0, "text", 256]
@@ -98,10 +79,6 @@ class RaisesWhenRebuilt:
 
 def raise_error(error):
     raise error
-
-
-def returns_what_raises_when_rebuilt(error):
-    return RaisesWhenRebuilt(error)
 
 
 # --- ranks and what is around them
@@ -130,16 +107,12 @@ def ends_at_sigterm(pids, failing):
         sys.exit(rank() - 2)
 
     signal.signal(signal.SIGTERM, end)
-    return call_on_rank_1_when_others_sleep(raise_error if failing else rank, pids, *([ValueError("x")] if failing else []))
+    return call_on_rank_1_when_others_sleep(*((raises, pids, ValueError) if failing else (rank, pids)))
 
 
 class HangsInStrError(Exception):
     def __str__(self):
         return str(wait_to_be_stopped())
-
-
-def raises_exception_that_hangs_in_str():
-    raise HangsInStrError
 
 
 # --- who failed first
@@ -189,8 +162,8 @@ def fails_first_but_reports_late(has_failed, other_was_reported):
     raise SetsEventWhenPickledError
 
 
-def raises_own_error_when_its_peer_dies(barrier, die):
-    """Let rank 1 die. The other ranks raise an error of their own as soon as their connection to rank 1 is closed."""
+def raises_own_error_when_its_peer_dies(barrier):
+    """Kill rank 1. The other ranks raise an error of their own as soon as their connection to rank 1 is closed."""
     path = f"\0mpwatch-test-{os.getppid()}"
     if rank() == 1:
         with socket.socket(socket.AF_UNIX) as server:
@@ -200,31 +173,13 @@ def raises_own_error_when_its_peer_dies(barrier, die):
             peers = [server.accept()[0] for _ in range(2)]
             for peer in peers:
                 peer.sendall(b"x")
-            die()
+            is_killed()
     barrier.wait()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.recv(1)
         connection.recv(1)
     raise RuntimeError("lost my peer")
-
-
-class ResumesTheWatcherError(Exception):
-    """An exception that resumes the watcher when it is pickled, which is after its failure was reported."""
-
-    def __reduce__(self):
-        os.kill(os.getppid(), signal.SIGCONT)
-        return type(self), self.args
-
-
-class LetsRank2DieWhenPickledError(Exception):
-    def __init__(self, turn):
-        super().__init__("first")
-        self.turn = turn
-
-    def __reduce__(self):
-        self.turn.value = 2
-        return ValueError, ()
 
 
 def wait_until(condition):
@@ -245,21 +200,23 @@ def kill_two_while_the_watcher_is_suspended(pids):
     os.kill(os.getppid(), signal.SIGCONT)
 
 
-def two_fail_while_the_watcher_is_suspended(order, pids, turn):
-    """Fail on ranks 0 and 2 while the watcher is suspended. The last event resumes the watcher."""
-    me, is_death_first = rank(), order == "death first"
-    pids[me] = os.getpid()
+class ResumesTheWatcherError(Exception):
+    """An exception that resumes the watcher when it is pickled, which is after its failure was reported."""
+
+    def __reduce__(self):
+        os.kill(os.getppid(), signal.SIGCONT)
+        return type(self), self.args
+
+
+def two_fail_while_the_watcher_is_suspended(pids):
+    """Suspend the watcher in rank 1. Then rank 2 dies, and then rank 0 raises."""
+    pids[rank()] = os.getpid()
     wait_until(lambda: all(pids))
-    if me == 1:
+    if rank() == 1:
         suspend_the_watcher()
-        turn.value = 1
-        if not is_death_first:
-            wait_until(lambda: state_of(pids[2]) == "Z")
-            os.kill(os.getppid(), signal.SIGCONT)
         wait_to_be_stopped()
-    wait_until(lambda: turn.value)
-    if me == 2:
-        wait_until(lambda: is_death_first or turn.value == 2)
+    wait_until(lambda: state_of(os.getppid()) == "T")
+    if rank() == 2:
         is_killed()
-    wait_until(lambda: not is_death_first or state_of(pids[2]) == "Z")
-    raise (ResumesTheWatcherError if is_death_first else LetsRank2DieWhenPickledError(turn))
+    wait_until(lambda: state_of(pids[2]) == "Z")
+    raise ResumesTheWatcherError

@@ -30,7 +30,7 @@ def stop_heartbeats_in_three_ways(barrier):
     """Send a heartbeat from each rank. Then only rank 0 goes on with heartbeats."""
     mpwatch.heartbeat()
     barrier.wait()
-    {0: beat_forever, 1: wait_to_be_stopped, 2: hold_the_gil, 3: suspend_myself}[rank()]()
+    {0: beat_forever, 1: wait_to_be_stopped, 2: hold_the_gil, 3: lambda: os.kill(os.getpid(), signal.SIGSTOP)}[rank()]()
 
 
 def beat_forever():
@@ -39,10 +39,6 @@ def beat_forever():
 
 def hold_the_gil():
     ctypes.PyDLL(None).usleep(60_000_000)
-
-
-def suspend_myself():
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class SlowToPickle:

@@ -19,15 +19,11 @@ def fails_while_rank_0_sleeps(wait, pid):
     raise ValueError("the batch is bad")
 
 
-def shares_its_pid_and_waits(pid):
-    pid.value = os.getpid()
-    wait_to_be_stopped()
-
-
 def waits_with_many_threads(pid):
     for _ in range(120):
         threading.Thread(target=wait_in_a_thread, daemon=True).start()
-    shares_its_pid_and_waits(pid)
+    pid.value = os.getpid()
+    wait_to_be_stopped()
 
 
 def holds_the_gil(pid):

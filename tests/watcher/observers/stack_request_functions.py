@@ -7,10 +7,7 @@ import sys
 import threading
 
 import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.functions import rank
 
 
 def wait_at_gate(path):

@@ -5,6 +5,7 @@ import logging
 import pickle
 import signal
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,8 @@ import mpwatch
 from mpwatch import RestartPolicy, WorkerState
 from mpwatch.events import JsonLines, Restarting, RunEnded, RunStarted, WorkerExited, WorkerFailed, WorkerStarted
 from support import functions
+from support.failing import rank, wait_to_be_stopped
 from support.process_state import SPAWN
-from watcher.observers.observed_functions import fails, raises_by_itself, wait_to_be_stopped
 
 START = ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT", "call_started"]
 READY = ["worker_ready", "worker_ready", "INIT > HEALTHY"]
@@ -22,7 +23,25 @@ RETURN = ["worker_succeeded", "worker_succeeded", "worker_exited", "worker_exite
 FAIL = ["HEALTHY > UNHEALTHY", "worker_exited", "worker_exited", "worker_failed", "worker_stopped"]
 AGAIN = ["restarting", "worker_started", "worker_started", "UNHEALTHY > INIT"]
 EVENTS_OF_A_RESTART = [*START, *READY, *FAIL, *AGAIN, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
-TOO_LARGE = {"env": lambda worker: {"X": "x" * (worker.rank << 20)}}  # for rank 1
+
+
+def fails(failures, barriers=()):
+    """Raise on rank 1 in the first `failures` attempts, with barriers once both ranks run; rank 0 waits."""
+    attempt = mpwatch.current_worker().restart_count
+    if barriers:
+        barriers[attempt].wait()
+    if attempt < failures:
+        if rank() == 1:
+            raise ValueError(f"attempt {attempt}")
+        wait_to_be_stopped()
+
+
+def raises_by_itself():
+    """Raise on rank 1 in its first attempt. Return the number of the attempt."""
+    attempt = mpwatch.current_worker().restart_count
+    if rank() > attempt:
+        raise ValueError("the first attempt")
+    return attempt
 
 
 def names_of(events):
@@ -99,16 +118,16 @@ def test_an_interrupt():
     assert (seen[-1].state, seen[-1].reason) == (WorkerState.STOPPED, "the run was stopped: this process received SIGINT")
 
 
-def test_ranks_that_could_not_be_started():
-    seen, of_group = [], []
+@pytest.mark.parametrize(
+    ("start", "state"),
+    [(partial(mpwatch.run, functions.rank), WorkerState.FAILED), (mpwatch.WorkerGroup, WorkerState.STOPPED)],
+)
+def test_ranks_that_could_not_be_started(start, state):
+    seen, too_large = [], {"env": lambda worker: {"X": "x" * (worker.rank << 20)}}  # for rank 1
     with pytest.raises(mpwatch.LaunchError) as caught:
-        mpwatch.run(functions.rank, 2, **TOO_LARGE, on_event=seen.append)
-    assert names_of(seen) == ["run_started", "worker_started", "UNKNOWN > FAILED", "run_ended"]
-    assert (seen[-1].state, seen[-1].reason) == (WorkerState.FAILED, f"LaunchError: {caught.value}")
-    with pytest.raises(mpwatch.LaunchError) as caught:
-        mpwatch.WorkerGroup(2, **TOO_LARGE, on_event=of_group.append)
-    assert (of_group[0].name, of_group[-1].name) == ("run_started", "run_ended")
-    assert of_group[-1].reason == f"LaunchError: {caught.value}"
+        start(2, **too_large, on_event=seen.append)
+    assert names_of(seen) == ["run_started", "worker_started", f"UNKNOWN > {state.name}", "run_ended"]
+    assert (seen[-1].state, seen[-1].reason) == (state, f"LaunchError: {caught.value}")
 
 
 def test_observers_are_called_in_the_callers_thread_one_after_another():
@@ -134,8 +153,8 @@ def test_an_observer_that_raises_is_logged_once_and_dropped(caplog, error):
     result = mpwatch.run(fails, 2, args=(1,), max_restarts=1, on_event=[raises, seen.append])
     assert len(received) == 3
     assert tuple(seen) == result.events
-    (record,) = [record for record in caplog.records if "observer" in record.message]
-    assert (record.levelno, record.exc_info[0]) == (logging.ERROR, error)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.exc_info[0] is error
     assert "raises" in record.message
     assert f"failed at the event '{received[-1]}'; it receives no more events" in record.message
 

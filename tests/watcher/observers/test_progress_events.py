@@ -45,7 +45,6 @@ def test_the_last_report_of_a_short_call_is_not_lost():
     steps = [event.step for event in seen]
     assert steps.count(999) == 2
     assert len(steps) < 20
-    assert all(isinstance(event, Progressed) for event in seen)
     assert seen[0].to_dict()["event"] == "progressed"
 
 

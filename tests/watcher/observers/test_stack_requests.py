@@ -3,7 +3,6 @@
 import os
 import threading
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,11 +84,6 @@ def test_a_rank_in_c_code_is_shown_too(group, gate):
 # --- SIGQUIT
 
 
-def has_rows(program, text, count, _):
-    """Return whether so many rows contain the text, those included that have scrolled out."""
-    return sum(text in row for row in program.emulator.all_rows()) >= count
-
-
 def run_program(*args):
     return Program(str(PROGRAM), *args, env=ENV, columns=160, rows=60)
 
@@ -101,7 +95,7 @@ def test_ctrl_backslash_shows_stacks_and_the_run_goes_on(gate):
         while "in wait_at_gate" not in "\n".join(program.emulator.all_rows()):  # a rank may not have come to it
             program.type(b"\x1c")
             requests += 1
-            assert program.read_until(partial(has_rows, program, "they go on", requests))
+            assert program.read_until(lambda _, n=requests: "\n".join(program.emulator.all_rows()).count("they go on") >= n)
         open_gate(gate, lambda: program.process.poll() is None)
         assert program.end() == 0
     rows = program.emulator.all_rows()

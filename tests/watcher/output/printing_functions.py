@@ -7,10 +7,7 @@ import subprocess
 import sys
 
 import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.functions import rank
 
 
 def print_text(out="", err=""):
@@ -68,27 +65,8 @@ def print_in_c_and_crash():
     ctypes.string_at(0)
 
 
-def abort_as_nccl_does(is_in_loop):
-    """Print what ProcessGroupNCCL prints, and abort. The other rank is in a loop outside of the collective."""
-    message = b"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
-    os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n")
-    os.write(2, b"  function(): [Rank 0] " + message + b"\n")
-    if rank() == 0:
-        while not is_in_loop.value:
-            pass
-        os.abort()
-    is_in_loop.value = 1
-    while True:
-        pass
-
-
-def warn_and_raise():
-    sys.stderr.write("a warning\n" * 3 + "10%\r20%\n")
-    raise ValueError("bad")
-
-
-def warn_much_and_raise():
-    sys.stderr.write("x" * 20_000 + "\n" + "".join(f"line {n}\n" for n in range(100)))
+def warn_and_raise(text):
+    sys.stderr.write(text)
     raise ValueError("bad")
 
 
@@ -105,10 +83,3 @@ def fail_in_first_attempt():
     print("attempt", me.restart_count)
     if me.rank == 1 and not me.restart_count:
         raise ValueError("bad")
-
-
-def show_progress_bar(steps):
-    from tqdm import tqdm
-
-    for _ in tqdm(range(steps), desc=f"bar {rank()}", mininterval=0):
-        pass

@@ -18,17 +18,9 @@ def does_nothing():
     pass
 
 
-def set_signal_handlers(handler):
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGRTMAX - 3}:
-        signal.signal(number, handler)
-
-
 def ignores_all_signals():
-    set_signal_handlers(signal.SIG_IGN)
-
-
-def ignores_all_signals_with_handlers():
-    set_signal_handlers(lambda *_: None)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGRTMAX - 3}:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def blocks_all_signals():
@@ -74,12 +66,8 @@ def suspends_itself_then_waits():
 
 
 def hangs_in_c():
-    ctypes.PyDLL(None).usleep(600_000_000)
-
-
-def hangs_in_c_and_handles_sigterm():
     signal.signal(signal.SIGTERM, lambda *_: None)
-    hangs_in_c()
+    ctypes.PyDLL(None).usleep(600_000_000)
 
 
 def execs_a_program_that_ignores_sigterm():

@@ -1,16 +1,15 @@
 """Real ranks that are bound to CPUs and GPUs. Which CPUs and GPUs these are is in cores/placement."""
 
 import os
+import sys
+import threading
 from functools import partial
 
 import pytest
 
 import mpwatch
 from mpwatch import Placement, WorkerGroup, events
-from mpwatch.integrations.accelerate import notebook_launcher
 from support.process_state import children
-from watcher.processes import bound_functions
-from watcher.processes.bound_functions import get_affinity
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 need_two_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="it needs two CPUs")
@@ -26,18 +25,52 @@ def choose_one(worker):
     return {ALLOWED[-1 - worker.local_rank]}
 
 
+def get_affinity():
+    return os.sched_getaffinity(0)
+
+
+def get_affinities():
+    """Return the affinity at the start of the interpreter, of all threads now, of a new thread and of a forked process."""
+    found = [sys.affinity_at_start]
+    thread = threading.Thread(target=lambda: found.append(get_affinity()))
+    thread.start()
+    thread.join()
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, repr(get_affinity()).encode())
+        os._exit(0)
+    os.wait()
+    return (
+        *found,
+        *(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")),
+        eval(os.read(reader, 1000)),
+    )
+
+
+def fail_at_first():
+    """Fail in the first attempt, in rank 0. Later return the number of restarts and what the rank is bound to."""
+    me = mpwatch.current_worker()
+    if me.rank == 0 and me.restart_count == 0:
+        os._exit(3)
+    return me.restart_count, get_affinity()
+
+
+def get_devices():
+    return [os.environ[name] for name in ("ZE_AFFINITY_MASK", "LOCAL_RANK", "RANK")]
+
+
 @need_two_cpus
 def test_ranks_are_bound_before_their_interpreter_starts(tmp_path):
     tmp_path.joinpath("sitecustomize.py").write_text("import os, sys\nsys.affinity_at_start = os.sched_getaffinity(0)\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    result = mpwatch.run(bound_functions.get_affinities, 2, placement=choose_one, env={"PYTHONPATH": path})
+    result = mpwatch.run(get_affinities, 2, placement=choose_one, env={"PYTHONPATH": path})
     assert [set(map(frozenset, seen)) for seen in result] == [{frozenset({ALLOWED[-1]})}, {frozenset({ALLOWED[-2]})}]
 
 
 @need_two_cpus
 def test_cores_are_split_among_the_ranks_also_if_one_is_restarted():
     policy = mpwatch.RestartPolicy(1, scope="worker")
-    first, second = mpwatch.run(bound_functions.fail_at_first, 2, placement="cores", max_restarts=policy)
+    first, second = mpwatch.run(fail_at_first, 2, placement="cores", max_restarts=policy)
     assert (first[0], second[0]) == (1, 0)
     assert first[1] | second[1] == set(ALLOWED)
     assert not first[1] & second[1]
@@ -50,14 +83,6 @@ def test_the_ranks_of_a_group_and_those_that_replace_them():
         with pytest.raises(mpwatch.RunFailedError):
             group.run(os._exit, (3,), ranks=1)
         assert list(group.run(get_affinity)) == before == [{ALLOWED[-1]}, {ALLOWED[-2]}]
-
-
-@need_two_cpus
-def test_other_ways_to_start_ranks():
-    one = {ALLOWED[-1]}
-    assert list(mpwatch.submit(get_affinity, 1, placement=choose_one).result()) == [one]
-    assert list(mpwatch.map(bound_functions.get_affinity_of_item, [5], 1, placement=choose_one)) == [(5, one)]
-    assert list(notebook_launcher(get_affinity, num_processes=1, placement=choose_one)) == [one]
 
 
 @need_two_cpus
@@ -83,7 +108,7 @@ def test_all_other_threads_and_processes_of_the_caller_stay_unbound():
             2,
             lambda _: None,
             TypeError,
-            r"the function in placement returned for rank 0 must be a set of CPU numbers, not None",
+            "the function in placement returned for rank 0 must be a set of CPU numbers, not None",
         ),
         (2, lambda _: 1 // 0, ZeroDivisionError, "by zero"),
         (2, Placement(gpus="own"), ValueError, "but there is no GPU that the ranks can see"),
@@ -107,6 +132,6 @@ def test_a_rank_sees_its_own_gpu_only(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ZE_AFFINITY_MASK", "2,1")
     own = Placement(gpus="own")
-    assert list(mpwatch.run(bound_functions.get_devices, 2, placement=own)) == [["2", "0", "0"], ["1", "1", "1"]]
+    assert list(mpwatch.run(get_devices, 2, placement=own)) == [["2", "0", "0"], ["1", "1", "1"]]
     with pytest.raises(ValueError, match="3 GPUs, one for each rank of this machine, but there are only 2 GPUs"):
-        mpwatch.run(bound_functions.get_devices, 3, placement=own)
+        mpwatch.run(get_devices, 3, placement=own)

@@ -20,12 +20,7 @@ SOON = 6.0  # enough for a run with a long grace period, even on a loaded machin
 BOUND = 1.0  # a run may take so much longer than its grace period
 SLACK = 0.5  # for a loaded machine
 
-WITHOUT_SIGTERM = (
-    f.ignores_all_signals,
-    f.ignores_all_signals_with_handlers,
-    f.blocks_all_signals,
-    f.hangs_at_exit_and_blocks_all_signals,
-)
+WITHOUT_SIGTERM = (f.ignores_all_signals, f.blocks_all_signals, f.hangs_at_exit_and_blocks_all_signals)
 BLOCKED_AT_EXIT = (
     f.hangs_at_exit,
     f.hangs_at_exit_and_blocks_all_signals,
@@ -37,12 +32,6 @@ RESISTING = (
     f.joins_the_watchers_process_group,
     f.starts_a_helper_that_ignores_all_signals,
 )
-WAITING = {  # whether SIGKILL is needed
-    f.suspends_itself_then_waits: False,
-    f.hangs_in_c: False,
-    f.hangs_in_c_and_handles_sigterm: True,
-    f.execs_a_program_that_ignores_sigterm: True,
-}
 
 
 class Outcome:
@@ -84,19 +73,20 @@ def name(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize("prepare", RESISTING, ids=name)
-def test_sibling_of_a_resisting_rank_fails(prepare):
-    needs_sigkill = prepare in WITHOUT_SIGTERM
-    outcome = resist(GRACE if needs_sigkill else LONG, prepare)
+@pytest.mark.parametrize(
+    ("prepare", "wait", "needs_sigkill"),
+    [
+        *((prepare, failing.wait_to_be_stopped, prepare in WITHOUT_SIGTERM) for prepare in RESISTING),
+        (f.does_nothing, f.suspends_itself_then_waits, False),
+        (f.does_nothing, f.hangs_in_c, True),
+        (f.does_nothing, f.execs_a_program_that_ignores_sigterm, True),
+    ],
+    ids=name,
+)
+def test_sibling_of_a_resisting_rank_fails(prepare, wait, needs_sigkill):
+    outcome = resist(GRACE if needs_sigkill else LONG, prepare, wait=wait)
     outcome.assert_value_error_of(1)
     assert outcome.seconds < (GRACE + BOUND if needs_sigkill else SOON)
-
-
-@pytest.mark.parametrize("wait", WAITING, ids=name)
-def test_sibling_of_a_stuck_rank_fails(wait):
-    outcome = resist(GRACE if WAITING[wait] else LONG, wait=wait)
-    outcome.assert_value_error_of(1)
-    assert outcome.seconds < (GRACE + BOUND if WAITING[wait] else SOON)
 
 
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)

@@ -1,25 +1,16 @@
 """Functions for ranks that are restarted. They act by the attempt. The module is small, since every such rank imports it."""
 
-import itertools
 import os
 import signal
 
 import mpwatch
+from support.failing import rank, wait_to_be_stopped
 
 VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
 
 
 def attempt():
     return mpwatch.current_worker().restart_count
-
-
-def rank():
-    return mpwatch.current_worker().rank
-
-
-def wait_to_be_stopped():
-    while True:
-        signal.pause()
 
 
 def describe_self():
@@ -64,9 +55,7 @@ def ends(*ways):
         os._exit(3)
     if way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if way == "raise":
-        raise ValueError("the third time")
-    return way
+    raise ValueError(way)
 
 
 def starts_a_helper_and_is_restarted(folder):
@@ -90,11 +79,7 @@ def starts_a_helper_and_is_restarted(folder):
 
 
 def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as text:
-            return text.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
 
 
 def runs_until_one_was_restarted(barrier, end):
@@ -140,13 +125,6 @@ def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
     return True
 
 
-def stops_its_heartbeats_in_the_first_attempt():
-    mpwatch.heartbeat()
-    if attempt() == 0:
-        wait_to_be_stopped()
-    return attempt()
-
-
 def fails_on_odd_ranks(end):
     """Raise on rank 1, kill rank 3. The others go on until `end` is set, and return ten times their rank."""
     if rank() == 1:
@@ -173,10 +151,7 @@ def waits_on_rank_0():
 
 
 class CountsItsPickling:
-    """An argument that counts how often it is pickled."""
-
-    def __init__(self):
-        self.times = 0
+    times = 0
 
     def __reduce__(self):
         self.times += 1
@@ -185,17 +160,4 @@ class CountsItsPickling:
 
 class CannotBeUnpickled:
     def __reduce__(self):
-        return _refuse, ()
-
-
-def _refuse():
-    raise LookupError("not here")
-
-
-def fails_while_another_awaits_a_stop():
-    """Raise on rank 0, which is to be restarted after a delay. On rank 1 return when a stop is requested."""
-    if rank() == 0:
-        raise ValueError
-    for step in itertools.count():
-        if mpwatch.should_stop(step):
-            return
+        return os.stat, ("/not/here",)

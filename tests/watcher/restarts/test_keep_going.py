@@ -9,7 +9,6 @@ import mpwatch
 from mpwatch import WorkerState
 from mpwatch.events import Restarting, WorkerFailed, WorkerSucceeded
 from support import failing
-from support.functions import rank as get_rank
 from support.process_state import SPAWN
 from watcher.restarts import attempt_functions
 
@@ -28,9 +27,9 @@ def set_after(count, kind, event):
 
 
 def test_ranks_that_fail_do_not_stop_the_others(caplog):
+    """The event is set when the caller has seen all failures, while the other ranks are running."""
     end = SPAWN.Event()
     with pytest.raises(mpwatch.RunFailedError) as caught, caplog.at_level(logging.WARNING):
-        # the event is set when the caller has seen all failures, while the other ranks are running
         observe = set_after(2, WorkerFailed, end)
         mpwatch.run(attempt_functions.fails_on_odd_ranks, 4, args=(end,), keep_going=True, on_event=observe)
     error, result = caught.value, caught.value.result
@@ -41,9 +40,8 @@ def test_ranks_that_fail_do_not_stop_the_others(caplog):
     assert isinstance(error.__cause__, ValueError) == (error.root_cause.rank == 1)
     assert "ranks 0, 2: had returned" in str(error)
     assert [result.worker_states[rank].name for rank in range(4)] == ["SUCCEEDED", "FAILED"] * 2
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 2
-    assert all(text.endswith("no other rank is stopped, because of keep_going=True") for text in warnings)
+    assert len(caplog.messages) == 2
+    assert all(text.endswith("no other rank is stopped, because of keep_going=True") for text in caplog.messages)
     with pytest.raises(LookupError, match=r"^rank 1 has no value: ValueError: bad shard") as missing:
         result[1]
     assert missing.value.__cause__ is result.failures[1].exception
@@ -53,21 +51,17 @@ def test_ranks_that_fail_do_not_stop_the_others(caplog):
 
 def test_each_rank_is_restarted_before_it_has_failed_for_good():
     end = SPAWN.Event()
-    observe = set_after(4, WorkerFailed, end)
-    options = {"max_restarts": 1, "keep_going": True, "on_event": observe, "check": False}
+    options = {"max_restarts": 1, "keep_going": True, "on_event": set_after(4, WorkerFailed, end), "check": False}
     result = mpwatch.run(attempt_functions.fails_on_odd_ranks, 4, args=(end,), **options)
-    restarted = sorted(event.ranks for event in result.events if isinstance(event, Restarting))
-    assert restarted == [(1,), (3,)]
+    assert sorted(event.ranks for event in result.events if isinstance(event, Restarting)) == [(1,), (3,)]
     assert (result.state, result.restarts) == (WorkerState.FAILED, 2)
     assert dict(result.return_values) == {0: 0, 2: 20}
 
 
-def test_all_ranks_or_none_may_fail():
+def test_all_ranks_may_fail():
     with pytest.raises(mpwatch.RunFailedError, match="2 of 2 ranks failed; ") as caught:
         mpwatch.run(failing.raises_value_error, 2, keep_going=True)
     assert (len(caught.value.result), dict(caught.value.result.items())) == (2, {})
-    result = mpwatch.run(get_rank, 2, keep_going=True)
-    assert (list(result), result.state) == ([0, 1], WorkerState.SUCCEEDED)
 
 
 def test_a_timeout_keeps_what_was_returned_by_then():
@@ -88,7 +82,5 @@ def test_a_failure_without_keep_going_keeps_the_values_that_were_returned_before
         (note,) = result.notes
         assert note.startswith("rank 1 has no value: its return value cannot be rebuilt in the caller")
         assert f"\n  {note}" in str(error)
-        with pytest.raises(
-            LookupError, match="rank 1 has no value: it had returned, but its value could not be pickled or rebuilt"
-        ):
+        with pytest.raises(LookupError, match="rank 1 has no value: it had returned, but its value could not be pickled"):
             result[1]
