@@ -166,18 +166,19 @@ def test_each_event_is_a_line_whatever_its_text(tmp_path):
     assert parse_strictly(lines[1])["fn"] == text.replace("\udce9", "\\udce9")
 
 
-def test_several_processes_append_to_one_file(tmp_path):
+def test_several_processes_append_to_one_file(tmp_path, barrier):
     path = tmp_path / "events.jsonl"
 
-    def append_many():
+    def append_many(barrier):
         observe = JsonLines(path)
         event = EventHistory(run_id=str(mpwatch.current_worker().rank), fn="f" * 5000).events[0]
+        barrier.wait()
         for _ in range(200):
             observe(event)
 
-    mpwatch.run(append_many, 2)
+    mpwatch.run(append_many, 3, args=(barrier,))
     found = [parse_strictly(line)["run_id"] for line in path.read_text().splitlines()]
-    assert sorted(found) == ["0"] * 200 + ["1"] * 200
+    assert sorted(found) == ["0"] * 200 + ["1"] * 200 + ["2"] * 200
 
 
 def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):

@@ -46,7 +46,7 @@ def test_a_restarted_run():
 
 def test_of_many_ranks_those_that_failed_are_drawn():
     history = EventHistory(nprocs=100).start_and_call()
-    history.add(WorkerFailed, 1.5, (90,), failure=failure(90), is_root_cause=False)
+    history.add(WorkerFailed, 1.5, (90,), failure=failure(90, summary="<escaped>"), is_root_cause=False)
     history.add(WorkerFailed, 1.6, (95,), failure=failure(95), is_root_cause=True)
     *drawn, hidden, _ = rows(draw(history.events))
     assert [row[0] for row in drawn] == [f"rank {rank}" for rank in [*range(30), 90, 95]]

@@ -146,9 +146,11 @@ def test_a_signal_stops_ranks_once_and_then_kills_them(history, event, actions, 
     assert machine.stop_reason is stop_reason
 
 
-def test_ranks_of_a_group_end_if_one_of_them_exits_at_ctrl_c():
+def test_ranks_of_a_group_end_if_one_of_them_exits():
     machine = after(1.0, CTRL_C, m.Exited(1), m.StackDumped(0), keep_ranks=True)
     assert machine.stage is m.CallStage.TERMINATING
+    machine = after(1.0, m.Returned(0), m.Exited(0), m.Returned(1), keep_ranks=True)
+    assert machine.stage is m.CallStage.SHUTTING_DOWN
 
 
 # --- limits. Each is reached at a time after second 1.
