@@ -45,23 +45,6 @@ def test_anything_callable(fn, args):
     assert list(mpwatch.run(fn, 1, args=args)) == [7]
 
 
-class AttributeDict(dict):
-    __getattr__ = dict.get
-
-
-def test_closures_local_classes_and_unusual_values():
-    base = 5
-
-    class Local:
-        value = base
-
-    def outer():
-        return Local, [base + n for n in range(2)], lambda x: x + 1, AttributeDict(a=1)
-
-    cls, values, function, attributes = mpwatch.run(outer, 1)[0]
-    assert (cls, values, function(1), attributes) == (Local, [5, 6], 2, {"a": 1})
-
-
 def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
     (tmp_path / "environment.py").write_text("import os\nSEEN = dict(os.environ)\ndef get(): return SEEN\n")
     monkeypatch.syspath_prepend(tmp_path)
