@@ -125,15 +125,15 @@ def moved_node_run():
 
     def begin(attempt, after, *position):
         history.complete_rendezvous(after, *position, attempt).start_ranks(after, attempt)
-        history.change_state(WorkerState.INIT, after).add_for_each_rank(WorkerReady, after + 0.5, attempt=attempt)
-        history.change_state(WorkerState.HEALTHY, after + 0.5)
+        history.change_state(WorkerState.INIT, after).add(CallStarted, after, attempt=attempt)
+        history.add_for_each_rank(WorkerReady, after + 0.5, attempt=attempt).change_state(WorkerState.HEALTHY, after + 0.5)
 
     def end(attempt, after, **more):
         history.change_state(WorkerState.UNHEALTHY, after).add_for_each_rank(WorkerStopped, after + 0.4, attempt=attempt)
         history.add(Restarting, after + 0.5, attempt=attempt, delay=0.0, restarts_left=1, **more)
 
     history = EventHistory(is_multi_node=True, max_restarts=2)
-    begin(0, 0.1, 2, 3)
+    begin(0, 0.0, 2, 3)
     end(0, 1.0, cause=failure(0))
     begin(1, 2.0, 1, 2)
     end(1, 3.0, cause=None, reason="other nodes have come: 1", is_counted=False)
