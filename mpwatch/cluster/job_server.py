@@ -22,7 +22,7 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
 
-MAX_WAITING = 1000  # messages that wait for the driver; until it has handled some, the nodes wait
+MAX_WAITING = 1000  # messages that wait for the driver, and what one read of a node adds; then the nodes wait
 
 
 class JobServer:

@@ -79,7 +79,7 @@ class _DriverLink:
                 self._connect(spec)
                 return
             except (OSError, InvalidMessageError) as error:
-                if not tries_left:
+                if not tries_left or isinstance(error, ConnectionRefusedError):  # the driver has ended
                     host, port = spec.driver
                     text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
                     raise ConnectionError(text) from error
@@ -93,8 +93,9 @@ class _DriverLink:
             while not self._framing.is_greeted:
                 self._receive()
             self._socket.sendall(self._framing.encode(encode_message(LinkHello(spec.number, platform.node()))))
-            while not self._receive():  # the answer
+            while not (frames := self._receive()):  # the answer
                 pass
+            self._is_stop_requested = len(frames) > 1  # a request to stop may have come with it
             self._socket.settimeout(None)
         except BaseException:
             self._socket.close()
@@ -107,8 +108,8 @@ class _DriverLink:
 
     def wait_for_stop(self) -> None:
         """Return when the driver has requested it. Raises OSError or InvalidMessageError if the connection is lost."""
-        while not self._receive():
-            pass
+        while not self._is_stop_requested:
+            self._is_stop_requested = bool(self._receive())
 
     def _receive(self) -> list[bytes]:
         if not (data := self._socket.recv(READ_SIZE)):

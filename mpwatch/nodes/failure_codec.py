@@ -42,7 +42,7 @@ class FrameData(TypedDict):
 
 
 class ExceptionData(TypedDict):
-    """An ExceptionNode, see wire/exceptions/encoder.py. `cause`, `context` and `members` are indices of others."""
+    """An ExceptionNode, see wire/exceptions/decoder.py. `cause`, `context` and `members` are indices of others."""
 
     name: str
     qualname: str

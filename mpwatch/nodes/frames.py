@@ -133,9 +133,6 @@ class Connection:
         self.framing = Framing(secret, is_server=is_server)
         self._unsent = bytearray(self.framing.greeting)
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent) and not self.end

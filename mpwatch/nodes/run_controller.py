@@ -2,9 +2,9 @@
 
 It is as watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
-    NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
+    NodeThread -- StartAttempt --> make the workers and environments ------> NodeThread: start the ranks
     watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> coordinator
-    NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
+    NodeThread -- AttemptDecision --> publish events, add the failures of other nodes
 
 User code runs in the caller's thread: the functions `retry_if` and `env`, and methods of exception classes during
 unpickling. If `retry_if` or `env` raises an exception, the run ends.

@@ -267,6 +267,7 @@ class Server:
                 self._send(peer, encode_message(action.message))
                 if isinstance(action.message, Refused | Dismissed):
                     peer.connection.shut_down()
+                    peer.is_stranger = isinstance(action.message, Refused)
                     peer.closes_at = self._now() + LINGER_SECONDS
 
     def _send(self, peer: _Peer, data: bytes) -> None:

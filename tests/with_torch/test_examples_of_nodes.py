@@ -34,7 +34,12 @@ def run_batch_file(folder, **variables):
     for name, text in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "host-[a-b]"}
+    slurm = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "host-[a-b]",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
     env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), **slurm, **variables}
     batch = ["bash", str(EXAMPLES / "slurm.sbatch")]
     return subprocess.run(batch, env=env, text=True, capture_output=True, check=False)
@@ -48,7 +53,7 @@ def test_the_batch_file_starts_a_task_on_each_node_and_queues_a_stopped_job_agai
     done = run_batch_file(tmp_path, STATUS=status, **requeued)
     assert done.returncode == int(status)
     keep = tmp_path / "several-nodes-4711"
-    task = f"--kill-on-bad-exit=0 python {tmp_path}/examples/several_nodes.py"
+    task = f"--kill-on-bad-exit=0 --cpus-per-task=8 python {tmp_path}/examples/several_nodes.py"
     assert done.stdout.splitlines()[0] == f"host-a:29711 {run_id} 1-2 2 {keep} 44 {task}"
     assert keep.is_dir()
     assert ("requeue 4711" in done.stderr.splitlines()) is (status == "75")

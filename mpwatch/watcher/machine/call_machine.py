@@ -300,7 +300,8 @@ class CallMachine:
         if self.keeps_ranks:
             return self._become_idle(now)
         if self.stage is CallStage.AWAITING_ROOT_CAUSE:
-            return self._dump_stacks_then_stop(now, StopReason.FAILED)
+            may_come_from_other_node = self._lease is not m.NO_LEASE  # until ROOT_CAUSE_WAIT_SECONDS are over
+            return [] if may_come_from_other_node else self._dump_stacks_then_stop(now, StopReason.FAILED)
         return self._shut_down(now, StopReason.SUCCEEDED)
 
     def _become_idle(self, now: float) -> list[Action]:
