@@ -117,7 +117,8 @@ def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseEx
     if any(issubclass(base, BaseExceptionGroup) for base in bases):  # its members were left out, see MAX_NODES
         bases = (Exception if issubclass(bases[0], Exception) else BaseException,)
     cls: Any = type(node["name"], bases, names)
-    error: BaseException = cls.__new__(cls)
+    # not cls.__new__: of the bases KeyError and OSError, it would be that of KeyError, which makes no OSError
+    error: BaseException = find_builtin_base(cls).__new__(cls)
     error.args = (text,)
     if isinstance(error, SyntaxError):
         error.msg = text  # a traceback shows `msg`, not __str__()

@@ -163,6 +163,7 @@ def test_what_cannot_be_pickled_or_loaded_arrives_as_a_stand_in(error):
         (failing.KeywordOnlyError(7, detail="x"), Exception),
         (OSError(2, "No such file", "path"), OSError),
         (SyntaxError("bad", ("file.py", 3, 5, "text", 3, 6)), SyntaxError),
+        (type("MissingFile", (KeyError, OSError), {"__str__": lambda _: "gone"})(), OSError),
         (pytest.fail.Exception("why"), BaseException),  # its class claims to be builtin
     ],
 )
