@@ -8,8 +8,8 @@ The machine knows no clock, pid, pipe or signal handler. transitions.py has its 
 - The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING have a deadline. So has AWAITING_ROOT_CAUSE, unless a prompt of a
   debugger is open.
 - A call of `run` ends at once after a failure that no other rank can have caused. After a secondary failure the machine
-  waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a WorkerGroup it always waits, for the answers of the other
-  ranks: if all ranks answer in time, they stay alive.
+  waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause; if it has a lease, the cause may come from another node. In a
+  WorkerGroup it always waits, for the answers of the other ranks: if all ranks answer in time, they stay alive.
 - Each rank gets at most one DumpStacks, one SIGTERM, one SIGKILL and one AbandonRank.
 - A failure that a rank reports before the ranks are stopped is in the result.
 """

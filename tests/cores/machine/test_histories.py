@@ -108,6 +108,15 @@ def test_the_root_cause_or_the_last_answer_ends_the_wait_for_it():
     assert handle(machine, 1.0, m.Failed(0, is_secondary=True)) == [m.RequestCollectives(1)]
 
 
+def test_a_node_of_a_job_whose_ranks_are_all_victims_waits_for_the_cause_on_another_node():
+    machine = after(1.0, m.Lease(stop_at=50.0, kill_at=60.0))
+    assert handle(machine, 2.0, m.Failed(0, is_secondary=True), m.Failed(1, is_secondary=True)) == []
+    assert machine.is_running()
+    assert machine.deadline == 2.0 + m.ROOT_CAUSE_WAIT_SECONDS
+    assert machine.handle_deadline(machine.deadline) == [*terminate(0), m.RequestExit(0), *terminate(1), m.RequestExit(1)]
+    assert machine.stop_reason is m.StopReason.FAILED
+
+
 def test_a_mismatch_of_collectives_ends_the_call_unless_a_prompt_is_open():
     machine = after(1.0, m.SuspendLimits())
     assert handle(machine, 2.0, m.CollectivesMismatched(), m.ResumeLimits()) == []

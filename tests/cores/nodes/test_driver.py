@@ -5,12 +5,14 @@ import pickle
 import socket
 import threading
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 import mpwatch
 from mpwatch.cluster import job_server
 from mpwatch.cluster.attempts import JobAttempts
+from mpwatch.cluster.node import _DriverLink
 from mpwatch.cluster.results import merge_results
 from mpwatch.events import RendezvousCompleted, Restarting
 from mpwatch.nodes.frames import Framing
@@ -117,3 +119,28 @@ def test_nodes_wait_while_the_driver_is_behind(server, monkeypatch):
             assert server.messages.get() == ("output", 0, (number, text))
             assert server.messages.qsize() < count / 2
         thread.join()
+
+
+def test_a_stop_that_comes_together_with_the_answer_is_not_lost():
+    def serve():
+        with listener.accept()[0] as connected:
+            framing, frames = Framing(b"key", is_server=True), []
+            connected.sendall(framing.greeting)
+            while not frames:
+                frames += framing.feed(connected.recv(4096))
+            connected.sendall(framing.encode(frames[0]) + framing.encode(b"stop"))
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        driver = threading.Thread(target=serve)
+        driver.start()
+        with closing(_DriverLink(SimpleNamespace(number=0, key=b"key", driver=listener.getsockname()))) as link:
+            driver.join()
+            link.wait_for_stop()
+
+
+def test_a_driver_that_has_ended_is_not_tried_again(monkeypatch):
+    monkeypatch.setattr("mpwatch.cluster.node.CONNECT_TRIES", 10**6)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = listener.getsockname()
+    with pytest.raises(ConnectionError, match="cannot connect to the driver at"):
+        _DriverLink(SimpleNamespace(number=0, key=b"key", driver=address))
