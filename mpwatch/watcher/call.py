@@ -108,7 +108,7 @@ class Call:
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """Pass an event to the machine, publish what observers see of it, and return the machine's actions."""
         machine = self.machine
-        was_late = isinstance(event, m.HeartbeatRead) and event.rank in machine.heartbeats.late_ranks
+        late_before = set(machine.heartbeats.late_ranks)
         was_running = machine.is_running()
         actions = machine.handle(event, now)
         if isinstance(event, m.Ready):
@@ -120,10 +120,10 @@ class Call:
             self._publish(WorkerSucceeded, event.rank, at=None if answer is None else answer.stamp)
         elif isinstance(event, m.Exited):
             publish_exited(self._events, self.members[event.rank])
-        elif isinstance(event, m.HeartbeatRead) and event.rank in machine.heartbeats.late_ranks and not was_late:
-            assert event.beat_at is not None
-            limit = self._spec.heartbeat_timeout
-            self._publish(HeartbeatLate, event.rank, silent_seconds=now - event.beat_at, heartbeat_timeout=limit)
+        elif isinstance(event, m.HeartbeatsRead):
+            limit, late = self._spec.heartbeat_timeout, machine.heartbeats.late_ranks
+            for rank in late.keys() - late_before:
+                self._publish(HeartbeatLate, rank, silent_seconds=now - late[rank], heartbeat_timeout=limit)
         return actions
 
     def publish_started(self) -> None:

@@ -532,6 +532,10 @@ class EventLoop:
     # ---- what the machines want
 
     def _execute(self, call: Call, action: m.Action) -> None:
+        if isinstance(action, m.ReadHeartbeats):
+            beats = {rank: self._pool.read_heartbeat_time(call.members[rank]) for rank in action.ranks}
+            self._handle(call, m.HeartbeatsRead(beats))
+            return
         rank = call.members[action.rank]
         observed = rank.observations
         if rank.is_reaped or rank.call is not call:  # it has ended, or the call is over, since the machine decided this
@@ -554,8 +558,6 @@ class EventLoop:
             rank.awaits_dump = True
             self._reader.request_collectives_of(rank, again=True)
             self._events += self._reader.end_dump(rank)
-        elif isinstance(action, m.ReadHeartbeat):
-            self._events.append(m.HeartbeatRead(rank.number, beat_at=self._pool.read_heartbeat_time(rank)))
         elif isinstance(action, m.SendSignal):
             self._send_signal(call, rank, action.signum)
         else:

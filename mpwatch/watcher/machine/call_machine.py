@@ -144,11 +144,13 @@ class CallMachine:
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, RankEvent):
             before = self.phase_table.apply(event)
-            if before is RankPhase.RUNNING and not isinstance(event, m.HeartbeatRead):
+            if before is RankPhase.RUNNING:
                 self.heartbeats.remove(event.rank)
             return self._on_rank_event(event, before, now)
         if self.is_over():
             return []
+        if isinstance(event, m.HeartbeatsRead):
+            return self._on_heartbeats(event, now)
         if isinstance(event, m.StopRequested):
             self._on_stop_request(event, now)
         elif isinstance(event, m.Interrupted):
@@ -196,7 +198,7 @@ class CallMachine:
         if self.stage is CallStage.AWAITING_ROOT_CAUSE:
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         running = self.phase_table.ranks_in(RankPhase.RUNNING)
-        return [m.ReadHeartbeat(rank) for rank in self.heartbeats.begin_reading(running, now)]
+        return [m.ReadHeartbeats(tuple(running))] if self.heartbeats.begin_reading(now) else []
 
     def _enter(self, stage: CallStage, deadline: float = math.inf) -> None:
         if stage is not self.stage and stage not in STAGES[self.stage]:
@@ -236,8 +238,6 @@ class CallMachine:
     def _on_rank_event(self, event: RankEvent, before: RankPhase, now: float) -> list[Action]:
         if isinstance(event, m.Exited):
             return self._on_exit(event.rank, before, now)
-        if isinstance(event, m.HeartbeatRead):
-            return self._on_heartbeat(event, now)
         if self.stage is CallStage.DUMPING_STACKS:
             if isinstance(event, m.Returned) and self.stop_reason is not StopReason.INTERRUPTED:
                 self._dumping.add(event.rank)
@@ -284,9 +284,9 @@ class CallMachine:
         if self.stage is CallStage.RUNNING:
             self._enter(CallStage.AWAITING_ROOT_CAUSE, now + m.ROOT_CAUSE_WAIT_SECONDS)
 
-    def _on_heartbeat(self, event: m.HeartbeatRead, now: float) -> list[Action]:
+    def _on_heartbeats(self, event: m.HeartbeatsRead, now: float) -> list[Action]:
         is_limited = self.stage is CallStage.RUNNING and self._limits_suspended_at is None
-        if is_limited and self.heartbeats.add(event.rank, event.beat_at, now):
+        if is_limited and self.heartbeats.add(event.beats, now):
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         return []
 

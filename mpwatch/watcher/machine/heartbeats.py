@@ -11,7 +11,7 @@ The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from mpwatch.watcher.machine.transitions import CONFIRM_SECONDS, SUSPENDED_SECONDS
 
@@ -24,9 +24,8 @@ class Heartbeats:
 
     def __init__(self, limit: float | None, now: float) -> None:
         self._limit = math.inf if limit is None else limit
-        self._unread: set[int] = set()
         self._is_second_reading = False
-        self._patience = self._limit  # seconds from a reading that was much too late to the next one
+        self._is_excused = False  # the last reading came much too late
         self._begun_at = -math.inf  # silence counts from then on, at the earliest
         self.due_at = now + self._limit * LATE_SHARE  # when the next reading is due
         self.late_ranks: dict[int, float] = {}  # late ranks, with the times of their last heartbeats
@@ -35,41 +34,30 @@ class Heartbeats:
     def restart(self, now: float) -> None:
         """Measure the silence of each rank again from `now`, because a debugger or Ctrl-Z had stopped the ranks."""
         self._begun_at = now
-        self._unread.clear()
         self._is_second_reading = False
         self.due_at = now + self._limit * LATE_SHARE
         self.late_ranks.clear()
         self.silent_ranks.clear()
 
-    def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
-        """Return the running ranks whose heartbeats must be read now."""
+    def begin_reading(self, now: float) -> bool:
+        """Return whether the heartbeats of all running ranks must be read now."""
         # If a reading comes so late, perhaps neither the calling program nor its ranks could run, so no rank is to blame.
-        # Or the program is only busy, perhaps all the time. So the ranks get more time, but each time half as much.
-        is_excusable = self._patience > self._limit * RECHECK_SHARE and not self._is_second_reading
-        was_suspended = is_excusable and now > self.due_at + SUSPENDED_SECONDS
-        self.due_at = now + (self._patience if was_suspended else self._limit * LATE_SHARE)
-        self._patience /= 2 if was_suspended else 1
-        self._unread = set() if was_suspended else set(ranks)
-        if not self._unread:
-            self._is_second_reading = False
-        return sorted(self._unread)
+        # Or the program is only busy, perhaps all the time. So the ranks get more time once, and not at each reading.
+        was_suspended = now > self.due_at + SUSPENDED_SECONDS and not (self._is_excused or self._is_second_reading)
+        self._is_excused = was_suspended
+        self.due_at = now + self._limit * (1.0 if was_suspended else LATE_SHARE)
+        return not was_suspended
 
-    def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Record a heartbeat. Return True if this ends the second reading, and at least one rank was silent in it."""
-        self._unread.discard(rank)
-        if beat_at is not None:
-            self._update(rank, beat_at, now)
-        if self._unread:
-            return False
-        if self.silent_ranks and self._is_second_reading:
-            return True
-        self._is_second_reading = bool(self.silent_ranks)
-        if self.silent_ranks:
+    def add(self, beats: Mapping[int, float | None], now: float) -> bool:
+        """Record the heartbeats of all running ranks. Return True if at least one was silent at two readings."""
+        self.silent_ranks.clear()
+        for rank, beat_at in beats.items():
+            if beat_at is not None:
+                self._update(rank, beat_at, now)
+        was_second_reading, self._is_second_reading = self._is_second_reading, bool(self.silent_ranks)
+        if self.silent_ranks and not was_second_reading:
             self.due_at = now + min(CONFIRM_SECONDS, self._limit * RECHECK_SHARE)
-            self.silent_ranks.clear()
-        else:
-            self._patience = self._limit
-        return False
+        return bool(self.silent_ranks) and was_second_reading
 
     def remove(self, rank: int) -> None:
         """Remove a rank from `late_ranks`, because the rank is no longer running."""

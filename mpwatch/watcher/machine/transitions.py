@@ -35,6 +35,7 @@ A call with no function ends idle ranks: it begins in SHUTTING_DOWN or TERMINATI
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -121,15 +122,15 @@ class StackDumped(RankEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatRead(RankEvent):
-    """The answer to ReadHeartbeat: the time of the rank's last heartbeat, or None if there was no heartbeat yet."""
-
-    beat_at: float | None = None
+class Exited(RankEvent):
+    """The rank's process has exited, and the watcher has handled all messages that the rank had sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exited(RankEvent):
-    """The rank's process has exited, and the watcher has handled all messages that the rank had sent."""
+class HeartbeatsRead:
+    """The answer to ReadHeartbeats: the time of the last heartbeat of each rank, or None if there was no heartbeat yet."""
+
+    beats: Mapping[int, float | None]
 
 
 class InterruptCause(Enum):
@@ -210,6 +211,7 @@ NO_LEASE = Lease()
 
 Event = (
     RankEvent
+    | HeartbeatsRead
     | Interrupted
     | StopRequested
     | Shutdown
@@ -250,10 +252,10 @@ class RequestCollectives:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadHeartbeat:
-    """Read the time of the rank's last heartbeat. HeartbeatRead is the answer."""
+class ReadHeartbeats:
+    """Read the time of the last heartbeat of each of these ranks. HeartbeatsRead is the answer."""
 
-    rank: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ class AbandonRank:
     rank: int
 
 
-Action = CallRank | RequestExit | DumpStacks | RequestCollectives | ReadHeartbeat | SendSignal | AbandonRank
+Action = CallRank | RequestExit | DumpStacks | RequestCollectives | ReadHeartbeats | SendSignal | AbandonRank
 
 
 class IllegalEventError(Exception):
@@ -280,7 +282,7 @@ class IllegalEventError(Exception):
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.
 _WHILE_STOPPING: dict[type, RankPhase | None] = {
-    **dict.fromkeys((Ready, Returned, Failing, Failed, DetailsReceived, StackDumped, HeartbeatRead)),
+    **dict.fromkeys((Ready, Returned, Failing, Failed, DetailsReceived, StackDumped)),
     Exited: RankPhase.EXITED,
 }
 
@@ -293,7 +295,6 @@ TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
         Failing: None,
         Failed: RankPhase.FAILED,
         StackDumped: None,
-        HeartbeatRead: None,
         Exited: RankPhase.EXITED,
     },
     RankPhase.RETURNED: {StackDumped: None, Exited: RankPhase.EXITED},

@@ -99,8 +99,8 @@ class History(RuleBasedStateMachine):
             elif isinstance(action, m.DumpStacks | m.RequestCollectives):
                 self.asked_for_stacks.add(action.rank)
         for action in actions:
-            if isinstance(action, m.ReadHeartbeat):
-                self.send(m.HeartbeatRead(action.rank, beat_at=self.heartbeats[action.rank]))
+            if isinstance(action, m.ReadHeartbeats):
+                self.send(m.HeartbeatsRead({rank: self.heartbeats[rank] for rank in action.ranks}))
         before, self.state = self.state, self.machine.state
         if self.state is not before:
             check_transition(before, self.state)
@@ -266,7 +266,7 @@ class History(RuleBasedStateMachine):
     @invariant()
     def no_action_is_repeated(self):
         # a rank that is asked to exit, and does not, is stopped; a stopped rank that then answers is asked to exit
-        may_repeat = m.ReadHeartbeat | m.RequestExit
+        may_repeat = m.ReadHeartbeats | m.RequestExit
         sent = [action for action in self.actions if not isinstance(action, may_repeat)]
         once = [action for action in sent if getattr(action, "signum", 0) != signal.SIGCONT]
         assert len(once) == len(set(once)), once

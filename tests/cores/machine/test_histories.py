@@ -220,9 +220,9 @@ def test_time_at_a_prompt_and_in_a_suspension_counts_once(opened_at, closed_at):
 
 def read_heartbeats(machine, now, **beats):
     """Let the machine read these heartbeats, of `rank0` and so on. Return the actions that follow."""
-    ranks = [int(name.removeprefix("rank")) for name in beats]
-    assert machine.handle_deadline(now) == [m.ReadHeartbeat(rank) for rank in ranks]
-    return handle(machine, now, *(m.HeartbeatRead(rank, beat_at=at) for rank, at in zip(ranks, beats.values(), strict=True)))
+    ranks = tuple(int(name.removeprefix("rank")) for name in beats)
+    assert machine.handle_deadline(now) == [m.ReadHeartbeats(ranks)]
+    return handle(machine, now, m.HeartbeatsRead(dict(zip(ranks, beats.values(), strict=True))))
 
 
 def test_a_late_rank_makes_the_group_unhealthy_until_its_next_heartbeat():
@@ -265,7 +265,7 @@ def test_readings_that_are_always_late_excuse_a_silent_rank_for_a_limited_time_o
     assert handle(machine, 5.0 + 2 * m.SUSPENDED_SECONDS) == []  # the whole computer may have been suspended
     while not actions and now < 6 * LIMIT:
         now = machine.deadline + 5 * m.SUSPENDED_SECONDS
-        actions = handle(machine, now, *(m.HeartbeatRead(read.rank, beat_at=0.0) for read in handle(machine, now)))
+        actions = handle(machine, now, *(m.HeartbeatsRead({0: 0.0}) for _ in handle(machine, now)))
     assert (actions, machine.stop_reason) == ([m.DumpStacks(0)], m.StopReason.FAILED)
 
 
