@@ -21,7 +21,6 @@ from mpwatch.watcher import program_end
 from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
-from mpwatch.watcher.watcher import has_come_up
 from mpwatch.wire.resource_errors import with_remedy
 
 T = TypeVar("T")
@@ -228,7 +227,7 @@ class RunHandle(Future[RunResult[T]]):
     def _start(self) -> None:
         """Start the thread, once. The queue calls this when the ranks are free, maybe again and in two threads."""
         with self._lock:
-            if self._thread.native_id is not None or has_come_up(self._thread):
+            if self._thread.native_id is not None:
                 return
             try:
                 self._thread.start()

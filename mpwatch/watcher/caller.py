@@ -37,7 +37,6 @@ from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import USER_ERRORS, add_note
 
 T = TypeVar("T")
-CHECK_SECONDS = 0.1  # how often a thread that an exception has interrupted looks whether the watcher thread lives
 
 
 def log_last_report(result: RunResult[Any]) -> None:
@@ -117,14 +116,12 @@ class Caller:
         if self.watcher.error is not None and not until():
             raise self.watcher.error
 
-    def _wait(self, until: Callable[[], bool], deadline: float = math.inf, longest: float = math.inf) -> None:
+    def _wait(self, until: Callable[[], bool], deadline: float = math.inf) -> None:
         """Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock."""
         self._run_callbacks()
         while not (until() or self.watcher.is_finished) and (now := monotonic()) < deadline:
-            if longest < math.inf and not self.watcher.is_alive():
-                return
             waits = [seconds for driver in self._drivers if (seconds := driver.seconds_to_next_update()) is not None]
-            seconds = min([*waits, deadline - now, longest])
+            seconds = min([*waits, deadline - now])
             debugger = self.watcher.get_debugger(self)
             self.signals.wait_for_wakeup(
                 seconds if seconds < math.inf else None, () if debugger is None else debugger.connections
@@ -174,11 +171,11 @@ class Caller:
         if self._ends_ranks:
             self.signals.post_interrupt(signal.SIGTERM)
             watcher.post(watcher.loop.shut_down if watcher.keeps_ranks else watcher.loop.end)
-            self._wait(lambda: False, longest=CHECK_SECONDS)
+            self._wait(lambda: False)
         elif call is not None and call.is_posted:
             self.signals.post_interrupt(signal.SIGTERM)
             watcher.post(watcher.loop.withdraw, call)
-            self._wait(call.has_ended, longest=CHECK_SECONDS)
+            self._wait(call.has_ended)
 
     def _restore(self) -> None:
         try:
@@ -188,7 +185,6 @@ class Caller:
                 driver.close(self.list_attempts())
         finally:
             self.signals.restore()
-        self.signals.suspension.suspend_after_call()
         self.watcher.outbox.run_all()
 
     def ask_to_stop(self, cause: str) -> bool:

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
-from mpwatch.watcher.signals import find_signals_without_handler
+from mpwatch.os_support.signals import get_handler, set_handler
+from mpwatch.watcher.signal_options import find_handlers
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -23,8 +23,7 @@ class EndSignals:
         self._wake = wake
         self._is_deferring = False
         self._pid = os.getpid()
-        found = find_signals_without_handler(list_python_handlers())
-        self._candidates = [signum for signum in END_SIGNALS if found.get(signum) == signal.SIG_DFL]
+        self._candidates = [signum for signum, handler in find_handlers(END_SIGNALS).items() if handler == signal.SIG_DFL]
 
     @contextmanager
     def defer(self) -> Iterator[None]:

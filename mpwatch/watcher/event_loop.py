@@ -20,6 +20,7 @@ The methods in the first part of EventLoop are posted to its Inbox by other thre
 import math
 import platform
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -93,11 +94,11 @@ class EventLoop:
         *,
         keep_ranks: bool,
         node: Node | None,
-        offer_debugger_socket: Callable[[DebuggerSocket], object],
     ) -> None:
         self.state = WorkerState.UNKNOWN
         self.suspended_seconds = 0.0
         self.timers = Timers()
+        self.debugger_sockets: deque[DebuggerSocket] = deque()  # that the console has not taken yet
         self.starts = 0
         self.interrupted: m.Interrupted | None = None
         self.stop_request: m.StopRequested | None = None
@@ -117,8 +118,6 @@ class EventLoop:
         self._is_ending = False  # no rank is started any more
         self._lease = m.NO_LEASE
         self._are_limits_suspended = False
-        self._suspensions: list[Suspension] = []
-        self._resumed_at = -math.inf
         self._events: list[m.RankEvent] = []  # that no machine has handled yet
         self._actions: list[tuple[Call, m.Action]] = []  # that were not executed yet
         self._touched: dict[Call, None] = {}  # calls whose machines have handled something since `_follow`
@@ -130,7 +129,7 @@ class EventLoop:
             call_at=self.timers.call_at,
             wake=self._outbox.wake,
             on_stop_request=self._on_stop_request_of_rank,
-            offer_debugger_socket=offer_debugger_socket,
+            debugger_sockets=self.debugger_sockets,
             list_monitors=lambda: dict.fromkeys(call.monitor for call in self._calls),
         )
         self._stop_agreements = StopAgreements(
@@ -285,7 +284,15 @@ class EventLoop:
         self._end_idle_ranks()
 
     def suspend(self, suspension: Suspension) -> None:
-        self._suspensions.append(suspension)
+        """Ctrl-Z was pressed: stop all ranks until the program goes on, and shift all deadlines by that time."""
+        suspend_processes(suspension, [rank.process for rank in self._pool.alive.values()])
+        seconds = monotonic() - suspension.requested_at
+        self.suspended_seconds += seconds
+        self.timers.shift(seconds)
+        for call in self._calls:
+            self._handle(call, m.Resumed(suspension.requested_at))
+            call.update_deadline()
+            call.monitor.restart_waits()
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
         """A prompt of a debugger was opened, or the last one was closed."""
@@ -490,7 +497,6 @@ class EventLoop:
                 call.is_over = True
             self._answered_calls.clear()
             self._outbox.wake()
-        self._suspend()
 
     def _handle_rank_event(self, event: m.RankEvent) -> bool:
         """Return False if the call of a rank is over, and the rank must become idle first: it exits in the same wake-up."""
@@ -514,20 +520,6 @@ class EventLoop:
         publish_exited(self._event_bus, rank)
         del self._ranks[rank.number]
         self._lose_all([rank.number])
-
-    def _suspend(self) -> None:
-        """If Ctrl-Z was pressed, stop all ranks until the program goes on, and shift all deadlines by that time."""
-        while self._suspensions:
-            suspension = self._suspensions.pop(0)
-            suspend_processes(suspension, [rank.process for rank in self._pool.alive.values()])
-            suspended_at, self._resumed_at = max(suspension.requested_at, self._resumed_at), monotonic()
-            seconds = self._resumed_at - suspended_at
-            self.suspended_seconds += seconds
-            self.timers.shift(seconds)
-            for call in self._calls:
-                self._handle(call, m.Resumed(suspended_at))
-                call.update_deadline()
-                call.monitor.restart_waits()
 
     # ---- what the machines want
 

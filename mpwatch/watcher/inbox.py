@@ -63,18 +63,12 @@ class Outbox:
 
     def run_all(self) -> None:
         """Run the posted functions. If one raises, the others stay for the next call."""
-        while self._functions:
-            is_held: list[bool] = []
+        while self._functions and self._run_lock.acquire(blocking=False):
             try:
-                # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
-                is_held.extend(map(self._run_lock.acquire, [False]))
-                if not is_held[0]:
-                    return
                 while self._functions:
                     self._functions.popleft()()
             finally:
-                if is_held == [True]:
-                    self._run_lock.release()
+                self._run_lock.release()
 
     def add_waiting(self, wakeup: WakeupPipe) -> None:
         with self._waiting_lock:

@@ -8,6 +8,7 @@
 The last message of a rank is read before its exit: `_on_exit` reads the rest of its channel first.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -46,12 +47,12 @@ class RankReader:
         call_at: Callable[[float, Callable[[], object]], object],
         wake: Callable[[], object],
         on_stop_request: Callable[[Rank], object],
-        offer_debugger_socket: Callable[[DebuggerSocket], object],
+        debugger_sockets: deque[DebuggerSocket],
         list_monitors: Callable[[], Iterable[CollectiveMonitor]],
     ) -> None:
         self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
         self._call_at, self._on_stop_request = call_at, on_stop_request
-        self._offer_debugger_socket, self._list_monitors = offer_debugger_socket, list_monitors
+        self._wake, self._debugger_sockets, self._list_monitors = wake, debugger_sockets, list_monitors
         self._death_clock = DeathClock()
         self._stack_requests = StackRequests(self._request_stacks_of_running_rank, self._format_stacks, call_at, wake)
         self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
@@ -86,14 +87,13 @@ class RankReader:
                 self._death_clock.record_dying(rank.observations)
 
     def _handle_message(self, rank: Rank, message: Message) -> Sequence[m.RankEvent]:
-        number, observed, now = rank.number, rank.observations, monotonic()
-        if not rank.started_at <= message.stamp <= now:  # by the clock of another time namespace
-            message.stamp = observed.raised_at or now
+        number, observed = rank.number, rank.observations
         if message.kind is MessageKind.READY:
             rank.on_ready(message.body)
             return [m.Ready(number)]
         if message.kind is MessageKind.DEBUGGER:
-            self._offer_debugger_socket(DebuggerSocket(number, message.fd, message.body.decode()))
+            self._debugger_sockets.append(DebuggerSocket(number, message.fd, message.body.decode()))
+            self._wake()
         elif message.kind is MessageKind.STOP_REQUESTED:
             if rank.call is not None:
                 self._on_stop_request(rank)

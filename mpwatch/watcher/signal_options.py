@@ -38,7 +38,10 @@ def refuse_signals(spec: GroupSpec) -> None:
 
 
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
-    """Return the handler of each signal, without those that C code handles: for them only the kernel reports a handler."""
+    """Return the handler of each signal, without those that C code handles: for them only the kernel reports a handler.
+
+    `signal.getsignal` returns SIG_DFL even if C code has installed a handler later.
+    """
     handlers = {signum: handler for signum in signals if (handler := get_handler(signum)) is not None}
     defaults = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]
     state = read_process_state(os.getpid()) if defaults else None

@@ -26,8 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mpwatch.os_support.processes import read_process_state
-from mpwatch.os_support.signals import list_python_handlers, name_signal, set_handler
+from mpwatch.os_support.signals import get_handler, name_signal, set_handler
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
@@ -57,7 +56,8 @@ class Signals:
         self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
         self.is_at_prompt = False  # of a debugger
         self._host_handlers: dict[int, Any] = {}  # of the signals that `_receive` handles
-        self._host_wakeup_fds: list[int] = []  # the program's own wake-up descriptor, once it has been replaced
+        self._host_wakeup_fd = -1  # the program's own wake-up descriptor
+        self._has_wakeup_fd = False
         self.pid = os.getpid()
         self.suspension = ProgramSuspension(partial(watcher.post, watcher.loop.suspend), watcher.is_running)
         # for program_end.py, outside the main thread
@@ -73,27 +73,30 @@ class Signals:
             self._is_registered = True
             add_call(self)
             return
-        set_wakeup_fd = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
-        # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
-        self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._wakeup.write_fd]))
-        handlers = list_python_handlers()
-        without_handler = find_signals_without_handler(handlers)
-        uncaught = find_handlers(set(self._stop_signals) - handlers.keys())
-        wanted = {*DEFERRED_SIGNALS, *self._stop_signals, *without_handler}
-        known = {**without_handler, **uncaught, **handlers}
-        self._host_handlers = {signum: handler for signum, handler in known.items() if signum in wanted}
+        self._has_wakeup_fd = True
+        self._host_wakeup_fd = signal.set_wakeup_fd(self._wakeup.write_fd, warn_on_full_buffer=False)
+        handlers = find_handlers({*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, *self._stop_signals})
+        self._host_handlers = {signum: handler for signum, handler in handlers.items() if self._uses(signum, handler)}
         for signum in self._host_handlers:
             set_handler(signum, self._receive)
 
+    def _uses(self, signum: int, host_handler: Any) -> bool:
+        if signum in self._stop_signals:
+            return True
+        if signum == signal.SIGQUIT:
+            return not callable(host_handler)
+        return host_handler == signal.SIG_DFL or (signum in DEFERRED_SIGNALS and callable(host_handler))
+
     def restore(self) -> None:
         """Install the program's handlers and wake-up descriptor again. A handler that it has set meanwhile stays."""
-        # checked before the calling program has its handlers back, which may raise
-        usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
-        for signum in [signum for signum, handler in list_python_handlers().items() if handler == self._receive]:
-            set_handler(signum, self._host_handlers[signum])
-        for fd in usable_wakeup_fds:
-            signal.set_wakeup_fd(fd)
+        if self._has_wakeup_fd:
+            signal.set_wakeup_fd(-1)
+            with suppress(OSError, ValueError):  # the program has closed it meanwhile
+                signal.set_wakeup_fd(self._host_wakeup_fd)
             self._forward_wakeups()
+        for signum, handler in self._host_handlers.items():
+            if get_handler(signum) == self._receive:
+                set_handler(signum, handler)
 
     def _receive(self, signum: int, _: object) -> None:
         if os.getpid() == self.pid:
@@ -207,28 +210,6 @@ class Signals:
         """Write the numbers of received signals to the program's wake-up descriptor, except those that mpwatch has used."""
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._wakeup.drain() if signum and signum not in consumed)
-        if forwarded and self._host_wakeup_fds and self._host_wakeup_fds[0] != -1:
+        if forwarded and self._host_wakeup_fd != -1:
             with suppress(OSError):  # it may be closed; or full, and then the calling program is woken already
-                os.write(self._host_wakeup_fds[0], forwarded)
-
-
-def _can_be_woken(fd: int) -> bool:
-    """Return whether Python accepts `fd` as the wake-up descriptor. Python refuses a closed or blocking descriptor."""
-    try:
-        return fd == -1 or not os.get_blocking(fd)
-    except OSError:
-        return False
-
-
-def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return the signals that mpwatch uses and that the program does not handle: each with SIG_DFL, or an ignored SIGQUIT.
-
-    The kernel is asked, because `signal.getsignal` returns SIG_DFL even if C code has installed a handler.
-    """
-    candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
-    default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]
-    state = read_process_state(os.getpid()) if default else None
-    found: dict[int, Any] = {signum: signal.SIG_DFL for signum in default if state is None or not state.catches(signum)}
-    if signal.SIGQUIT in candidates and signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
-        found[signal.SIGQUIT] = signal.SIG_IGN
-    return found
+                os.write(self._host_wakeup_fd, forwarded)

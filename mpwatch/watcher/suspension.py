@@ -80,12 +80,6 @@ class ProgramSuspension:
             if self.view is not None:
                 self.view.resume()
 
-    def suspend_after_call(self) -> None:
-        """Stop the program after all, for a request that came too late. Its own handlers are back already."""
-        if self.is_requested:
-            self.is_requested = False
-            signal.raise_signal(signal.SIGTSTP)
-
     def _wait_until_ranks_are_stopped(self, suspension: Suspension) -> None:
         deadline = suspension.requested_at + STOP_SECONDS
         while not suspension.are_ranks_stopped.acquire(timeout=POLL_SECONDS):

@@ -10,11 +10,9 @@ PyThreadState_SetAsyncExc can raise between any two bytecodes, for example while
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import ref
 
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from mpwatch.watcher.debugger.console import DebuggerConsole
 
 T = TypeVar("T")
-THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks whether the ranks have ended meanwhile
 
 
@@ -51,14 +48,6 @@ class WaitingThread(Protocol):
     """The attribute of a Caller (caller.py) that decides who serves the debugger."""
 
     is_over: bool
-
-
-def has_come_up(thread: threading.Thread) -> bool:
-    """Return whether a thread is alive. If the start of the thread was interrupted, wait until the thread runs."""
-    deadline = monotonic() + THREAD_START_SECONDS
-    while thread in threading.enumerate() and not thread.is_alive() and monotonic() < deadline:
-        os.sched_yield()
-    return thread.is_alive()
 
 
 class Watcher:
@@ -75,23 +64,15 @@ class Watcher:
         self.outbox = event_bus.outbox
         self.deferred_log = DeferredLog(self.outbox)
         self._port_socket: socket.socket | None = None  # keeps MASTER_PORT reserved
-        self._debugger_sockets: deque[DebuggerSocket] = deque()
         with ExitStack() as stack:
             self._inbox = stack.enter_context(closing(Inbox()))
             nprocs = None if spec.is_multi_node else spec.nprocs
             self.output = RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)
+            self.loop = EventLoop(
+                spec, self._inbox, self.deferred_log, event_bus, self.output, keep_ranks=keep_ranks, node=node
+            )
             stack.callback(self._release)
             self._resources = stack.pop_all()
-        self.loop = EventLoop(
-            spec,
-            self._inbox,
-            self.deferred_log,
-            event_bus,
-            self.output,
-            keep_ranks=keep_ranks,
-            node=node,
-            offer_debugger_socket=self._offer_debugger_socket,
-        )
         self.workers: tuple[Worker, ...] = ()
         self.is_finished = False
         self.error: BaseException | None = None
@@ -195,8 +176,7 @@ class Watcher:
         return self._thread is not None and not self.is_finished
 
     def is_alive(self) -> bool:
-        """Return whether the thread is alive, even if its start was interrupted."""
-        return self._thread is not None and has_come_up(self._thread)
+        return self._thread is not None and self._thread.is_alive()
 
     def belongs_to_this_process(self) -> bool:
         """Return False in a fork of the program."""
@@ -205,7 +185,6 @@ class Watcher:
     def cancel_start(self) -> None:
         """If the event loop does not run yet, start no rank."""
         self._is_cancelled = True
-        set_spawning_popen(None)  # an exception may have interrupted the pickling of a call, which sets it
 
     def join(self) -> None:
         """Wait until the thread has ended, without a limit. Post `end` or `shut_down` before."""
@@ -242,7 +221,7 @@ class Watcher:
 
         Only the main thread can open prompts. If it waits, it opens them for all ranks, those of other calls, too.
         """
-        if self._debugger is None and not self._debugger_sockets:
+        if self._debugger is None and not self.loop.debugger_sockets:
             return None
         with self._debugger_lock:
             candidates = (self.get_main_caller(), self._debugger_user())
@@ -256,12 +235,9 @@ class Watcher:
                 self._debugger = DebuggerConsole(self)
             return self._debugger
 
-    def _offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
-        self._debugger_sockets.append(debugger_socket)
-        self.outbox.wake()
-
     def take_debugger_sockets(self) -> list[DebuggerSocket]:
-        return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
+        sockets = self.loop.debugger_sockets
+        return [sockets.popleft() for _ in range(len(sockets))]
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
         self.post(self.loop.suspend_limits, are_suspended=are_suspended)
