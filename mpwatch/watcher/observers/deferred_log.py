@@ -22,10 +22,6 @@ class DeferredLog:
     def warning(self, text: str, *args: object) -> None:
         self._outbox.post(partial(log_now, logging.WARNING, text, *args))
 
-    def debug(self, text: str, *args: object) -> None:
-        """Log what helps to find a bug in mpwatch."""
-        self._outbox.post(partial(log_now, logging.DEBUG, text, *args))
-
 
 def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
     """Exceptions of logging handlers are ignored, except those that end the run, such as KeyboardInterrupt."""

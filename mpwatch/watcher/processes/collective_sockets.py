@@ -129,7 +129,6 @@ class CollectiveSockets:
 
     def _close(self, end: socket.socket | None) -> None:
         if end is not None:
-            with suppress(KeyError, ValueError):  # a held crash socket is not registered
-                assert self._selector is not None
-                self._selector.remove(end.fileno())
+            assert self._selector is not None
+            self._selector.remove(end.fileno())
             end.close()

@@ -29,14 +29,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpu_affinity import limit_thread_to
@@ -55,76 +54,52 @@ from mpwatch.wire.launch import LaunchInfo, RankProcess
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
 UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
-# Linux reports a death to a debugger first, and to the parent when the debugger has read the report. A debugger that is not
-# stopped needs less time than this.
-DEBUGGER_SECONDS = 0.05
+TOLERATE_FAILURE = suppress(ProcessLookupError, PermissionError)  # a setuid helper, for example, may not be signalled
+STATUS_SECONDS = 0.05  # a sentinel that is a pipe becomes readable shortly before the exit code is there
 POLL_SECONDS = 0.001
+
+
+class Surroundings(NamedTuple):
+    """What a rank has from its first instruction on."""
+
+    description: Sequence[str]  # `ps` shows it at the end of the command line
+    env: dict[str, str]
+    stdout: int | None  # None: that of this process
+    stderr: int
+    passed_fds: Sequence[int]
+    cpus: frozenset[int] | None  # None: those of this process
 
 
 class RankPopen(Popen):
     """The process of one rank. `pid` is also the number of its process group.
 
     Any thread may call the methods of multiprocessing (`poll`, `wait`, `terminate`, `kill`, `close`), but only the watcher
-    thread `reap`, `abandon` and `read_exit_code`. `signal_error` is why a signal could unexpectedly not be sent.
+    thread `reap`, `abandon` and `read_exit_code`.
     """
 
     pid: int
     returncode: int | None
-    signal_error: Exception | None = None
 
     @classmethod
-    def start(
-        cls,
-        launch_info: LaunchInfo,
-        *,
-        name: str,
-        description: Sequence[str] = (),
-        env: dict[str, str],
-        stdout: int | None,
-        stderr: int,
-        passed_fds: list[int],
-        cpus: frozenset[int] | None = None,
-    ) -> Self:
-        """Start a rank. Raises OSError, RuntimeError, AssertionError.
-
-        `ps` shows `description` at the end of the command line. `launch_info` is what the rank reads first. Without
-        descriptors for stdout and CPUs, the rank has those of this process.
-        """
-        make_popen = partial(
-            cls, description=description, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds, cpus=cpus
-        )
-        process = _WatchedProcess(launch_info, name, make_popen)
+    def start(cls, launch_info: LaunchInfo, name: str, surroundings: Surroundings) -> Self:
+        """Start a rank. `launch_info` is what it reads first. Raises OSError, RuntimeError, AssertionError."""
+        process = _WatchedProcess(launch_info, name, surroundings)
         process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
         # Kept here, because the calling program may close any Process that multiprocessing.active_children() returns.
         popen: Self = get_popen(process)
         return popen
 
-    def __init__(
-        self,
-        process: "_WatchedProcess",
-        *,
-        description: Sequence[str],
-        env: dict[str, str],
-        stdout: int | None,
-        stderr: int,
-        passed_fds: list[int],
-        cpus: frozenset[int] | None,
-    ) -> None:
+    def __init__(self, process: "_WatchedProcess") -> None:
         self.name = process.name
-        self._description = description
         self._process: _WatchedProcess | None = process
-        self._env = env
-        self._stdout = stdout
-        self._stderr = stderr
-        self._passed_fds = passed_fds
-        self._cpus = cpus
         self._lock = threading.Lock()
         self._is_reaped = False
         self._is_exit_code_known = True
         super().__init__(process)  # calls `_launch`
 
     def _launch(self, process: "_WatchedProcess") -> None:
-        tracker_fd = _get_resource_tracker_fd()
+        tracker_fd: Any = resource_tracker.getfd()
+        around = process.surroundings
         data = self._pickle(process)
         with ExitStack() as stack:
             child_r, parent_w = os.pipe()
@@ -134,11 +109,11 @@ class RankPopen(Popen):
                 command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
                 if not getattr(sys, "frozen", False):  # there multiprocessing reads all arguments (freeze_support)
                     # Without -P, a signal.py in the current folder would run instead of Python's own module.
-                    command = [command[0], "-P", *command[1:], *self._description]
-                fds = [child_r, tracker_fd, *self._passed_fds]
-                with limit_thread_to(self._cpus):  # the rank inherits it, so its interpreter is bound from the start
+                    command = [command[0], "-P", *command[1:], *around.description]
+                fds = [child_r, tracker_fd, *around.passed_fds]
+                with limit_thread_to(around.cpus):  # the rank inherits it, so its interpreter is bound from the start
                     self.pid = start_process(
-                        command, self._env, fds, stdout=self._stdout, stderr=self._stderr, leads_group=True
+                        command, around.env, fds, stdout=around.stdout, stderr=around.stderr, leads_group=True
                     )
             finally:
                 os.close(child_r)
@@ -177,20 +152,15 @@ class RankPopen(Popen):
             return self.returncode
 
     def read_exit_code(self) -> int | None:
-        """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger has it."""
-        deadline = monotonic() + DEBUGGER_SECONDS
+        """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger (ptrace) has it."""
+        deadline = monotonic() + STATUS_SECONDS
         while (code := self.poll()) is None and monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
         """Wait until a time of CLOCK_MONOTONIC. Return whether the rank has ended."""
-        try:
-            return bool(wait([self.sentinel], max(0.0, deadline - monotonic())))
-        except OSError:  # too little memory, or too low a limit of open files, to wait for anything
-            while (code := self.poll()) is None and monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            return code is not None
+        return bool(wait([self.sentinel], max(0.0, deadline - monotonic())))
 
     def send_signal_to_group(self, number: int) -> None:
         """Send a signal to the rank, and to all other processes in the rank's process group."""
@@ -199,12 +169,12 @@ class RankPopen(Popen):
                 self._signal_group(number)
 
     def send_signal(self, number: int) -> None:
-        with self._lock, self._tolerate_failure():
+        with self._lock, TOLERATE_FAILURE:
             if not self._is_reaped:
                 os.kill(self.pid, number)
 
     def send_signal_to_main_thread(self, number: int) -> None:
-        with self._lock, self._tolerate_failure():
+        with self._lock, TOLERATE_FAILURE:
             if not self._is_reaped:
                 send_signal_to_main_thread(self.pid, number)
 
@@ -212,44 +182,22 @@ class RankPopen(Popen):
         self.send_signal_to_group(sig)
 
     def _signal_group(self, number: int) -> None:
-        with self._tolerate_failure():
+        with TOLERATE_FAILURE:
             os.killpg(self.pid, number)
-        with self._tolerate_failure():
+        with TOLERATE_FAILURE:
             if os.getpgid(self.pid) != self.pid:  # the rank has joined another group
                 os.kill(self.pid, number)
 
-    @contextmanager
-    def _tolerate_failure(self) -> Iterator[None]:
-        # Whatever is raised for one rank, the others must get their signals.
-        try:
-            yield
-        except (ProcessLookupError, PermissionError):
-            pass  # PermissionError: this user may signal no process of the group, such as a setuid helper
-        except Exception as error:  # noqa: BLE001  of an audit hook of the calling program, for example
-            self.signal_error = error
-
-    def reap(self) -> bool:
-        """Kill what is left in the group of a dead rank, and reap the rank. Return False if a debugger prevents that."""
+    def reap(self) -> None:
+        """Kill what is left in the group of a dead rank, and reap the rank, unless a debugger (ptrace) holds it."""
+        self.read_exit_code()
         with self._lock:
             if not self._is_reaped:
                 self._signal_group(signal.SIGKILL)
-                try:
-                    is_ended, status = self._wait_for_status()
-                    if not is_ended:
-                        return False
-                    self.returncode = os.waitstatus_to_exitcode(status)
-                except ChildProcessError:
-                    self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
+                with suppress(ChildProcessError):  # other code has reaped it
+                    os.waitpid(self.pid, os.WNOHANG)
                 self._is_reaped = True
         self._release()
-        return True
-
-    def _wait_for_status(self) -> tuple[int, int]:
-        """A debugger can delay the status. A sentinel that is a pipe becomes readable shortly before the status is there."""
-        deadline = monotonic() + DEBUGGER_SECONDS
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return ended
 
     def abandon(self) -> None:
         """Close the descriptors of a rank that cannot be killed or reaped. It will be a zombie until the program ends."""
@@ -275,16 +223,16 @@ class RankPopen(Popen):
 class _WatchedProcess(RankProcess):
     """In the watcher: the multiprocessing.Process of a rank. In the rank, the class of the Process object is RankProcess."""
 
-    def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
+    def __init__(self, launch_info: LaunchInfo, name: str, surroundings: Surroundings) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
-        self._make_popen = make_popen
+        self.surroundings = surroundings
 
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802  multiprocessing's name for it
-        return process_obj._make_popen(process_obj)  # type: ignore[no-any-return]
+        return RankPopen(process_obj)
 
     def __reduce__(self) -> Any:
-        state = {name: value for name, value in vars(self).items() if name != "_make_popen"}
+        state = {name: value for name, value in vars(self).items() if name != "surroundings"}
         return RankProcess.__new__, (RankProcess,), state
 
 
@@ -299,15 +247,6 @@ def _fill_pipe(pipe: int, data: bytes) -> None:
             "/proc/sys/fs/pipe-max-size and pipe-user-pages-soft",
         )
     os.set_blocking(pipe, True)
-
-
-def _get_resource_tracker_fd() -> Any:
-    # Starting the tracker unblocks signals in this thread.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        return resource_tracker.getfd()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _resolve(entry: str) -> str:

@@ -18,17 +18,16 @@ This module runs in the watcher thread.
 A helper is a process that a rank has started in its process group. When the pool reaps a rank, the pool also kills the
 rank's helpers.
 
-Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. Only two kinds
-of ranks can remain, each with a warning: a rank that SIGKILL does not end, and a dead rank that a debugger (ptrace) holds.
+Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. Only
+two kinds of ranks can remain: one that SIGKILL does not end, with a warning, and a dead one that a debugger (ptrace) holds.
 """
 
 import dataclasses
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -42,7 +41,7 @@ from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
-from mpwatch.watcher.processes.process import POLL_SECONDS, RankPopen
+from mpwatch.watcher.processes.process import RankPopen, Surroundings
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
@@ -135,21 +134,18 @@ class ProcessPool:
                 ignored_signals=self._ignored_signals,
                 guardian_fds=tuple(self.guardian.fds_for_ranks),
             )
-            with _block_signals(self._ignored_signals):
-                process = RankPopen.start(
-                    launch_info,
-                    name=f"mpwatch-rank-{worker.rank}",
-                    description=_describe_rank(worker, self._spec.fn_name),
-                    env=setup.env,
-                    stdout=stdio.stdout,
-                    stderr=rank_stack_pipe,
-                    passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
-                    cpus=setup.cpus,
-                )
-            # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
-            rank = self.alive[worker.rank] = Rank(
-                setup, process, channel, stack_pipe, slot=slot, stdio=stdio, deferred_log=self.deferred_log
+            surroundings = Surroundings(
+                _describe_rank(worker, self._spec.fn_name),
+                setup.env,
+                stdout=stdio.stdout,
+                stderr=rank_stack_pipe,
+                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
+                cpus=setup.cpus,
             )
+            with _block_signals(self._ignored_signals):
+                process = RankPopen.start(launch_info, f"mpwatch-rank-{worker.rank}", surroundings)
+            # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
+            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, slot=slot, stdio=stdio)
             kept.pop_all()
             self.guardian.guard(process.pid)
         return rank
@@ -196,31 +192,25 @@ class ProcessPool:
         rank.observations.stderr_tail.clear()
 
     def reap(self, rank: Rank) -> None:
-        pid = rank.process.pid
-        del self.alive[rank.number]  # first: after an error the end of the pool must not reap it again
+        pid, killed_at = rank.process.pid, monotonic()
+        self._close(rank)
+        rank.process.reap()
+        self.guardian.release(pid)
+        if group_exists(pid):
+            self._killed_groups[pid] = killed_at
+
+    def _close(self, rank: Rank) -> None:
+        del self.alive[rank.number]
         rank.is_reaped = True
-        killed_at = monotonic()
-        try:
-            rank.close()
-        finally:  # even if the calling program has closed descriptors of mpwatch
-            if not rank.process.reap():
-                text = "rank %d (pid %d) is dead, but a debugger holds it: it stays a zombie until the debugger detaches"
-                self.deferred_log.warning(text, rank.number, pid)
-                rank.process.abandon()
-            self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
-            self.guardian.release(pid)
-            if group_exists(pid):
-                self._killed_groups[pid] = killed_at
+        rank.close()
+        self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
 
     def abandon(self, rank: Rank) -> None:
         """Log a warning about a rank that cannot be killed, close the connections to it, and never wait for it again."""
         text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
         self.deferred_log.warning(text, rank.number, rank.process.pid)
-        rank.close()
+        self._close(rank)
         rank.process.abandon()
-        self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
-        rank.is_reaped = True
-        del self.alive[rank.number]  # last: after an error the end of the pool tries again
 
     def _kill_and_reap_all(self) -> None:
         """If the watcher itself has failed, kill and reap the ranks that still exist."""
@@ -241,13 +231,8 @@ class ProcessPool:
         """Wait until the killed helpers of reaped ranks are gone. A restarted rank may need their memory or GPU."""
         while self._killed_groups:
             group, killed_at = self._killed_groups.popitem()
-            deadline = killed_at + KILL_SECONDS
-            try:
-                _wait_for_group(group, deadline, self.deferred_log)
-            except OSError:  # no descriptors are left to read /proc or to wait with
-                while group_exists(group) and monotonic() < deadline:
-                    reap_adopted(group)
-                    time.sleep(POLL_SECONDS)
+            with suppress(OSError):  # no descriptors are left to read /proc or to wait with
+                _wait_for_group(group, killed_at + KILL_SECONDS, self.deferred_log)
             reap_adopted(group)
 
 

@@ -10,8 +10,8 @@ watcher <--- sentinel of the process: it is readable when the rank is dead
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mpwatch.os_support.clock import monotonic
@@ -28,7 +28,6 @@ from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.watcher.machine.transitions import RankPhase
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.pipes import StdioFds
 from mpwatch.watcher.processes.collective_sockets import CollectiveSockets
 from mpwatch.watcher.processes.process import RankPopen
@@ -62,9 +61,7 @@ class Rank:
         *,
         slot: int,
         stdio: StdioFds,
-        deferred_log: DeferredLog,
     ) -> None:
-        self._deferred_log = deferred_log
         self.setup = setup
         self.number = setup.worker.rank
         self.call: Any = None  # or a Call, whose module imports this one
@@ -84,7 +81,6 @@ class Rank:
         self._stack_pipe = stack_pipe
         self._rank_stack_fd = -1  # the rank's descriptor of its end of the stack pipe; -1 until the rank is ready
         self._selector: Selector[Any] | None = None
-        self._registered_fds: set[int] = set()
 
     @property
     def phase(self) -> RankPhase:
@@ -101,9 +97,9 @@ class Rank:
         on_exit: Callable[[], Any],
     ) -> None:
         self._selector = selector
-        self._register(self.channel.fileno(), on_message)
-        self._register(self._stack_pipe, on_stack_data)
-        self._register(self.process.sentinel, on_exit)
+        selector.add(self.channel.fileno(), on_message)
+        selector.add(self._stack_pipe, on_stack_data)
+        selector.add(self.process.sentinel, on_exit)
 
     def reset_observations(self) -> RankObservations:
         before = self.observations
@@ -114,24 +110,15 @@ class Rank:
         self.awaits_dump = False
         return self.observations
 
-    def _register(self, fd: int, handler: Callable[[], Any]) -> None:
-        assert self._selector is not None  # see `register`
-        self._selector.add(fd, handler)
-        self._registered_fds.add(fd)
-
     def _unregister(self, fd: int) -> None:
-        if fd in self._registered_fds and self._selector is not None:
-            self._registered_fds.remove(fd)
+        if self._selector is not None:
             self._selector.remove(fd)
 
     def close(self) -> None:
-        if (error := self.process.signal_error) is not None:
-            text = "rank %d (pid %s) could not be sent a signal: %r"
-            self._deferred_log.warning(text, self.number, self.process.pid, error)
         self._close_channel()
         self.collective_sockets.close()
-        for fd in list(self._registered_fds):
-            self._unregister(fd)
+        self._unregister(self._stack_pipe)
+        self._unregister(self.process.sentinel)
         os.close(self._stack_pipe)
 
     def _close_channel(self) -> None:
@@ -173,12 +160,16 @@ class Rank:
         messages: list[Message] = []
         if self.channel.fileno() == -1:
             return messages
-        with suppress(BlockingIOError), self._close_channel_after_error():
+        try:
             for _ in range(DRAIN_LIMIT // READ_SIZE):
                 data, files, is_cut = receive_with_fds(self.channel, READ_SIZE, 1)
                 self._add_received(messages, data, files, is_cut=is_cut)
                 if len(data) < READ_SIZE and not files:  # nothing is left; a read also ends after a descriptor
                     break
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):  # a dead rank has reset it, or another program has written to it
+            self._close_channel()
         return messages
 
     def is_dying(self) -> bool:
@@ -201,16 +192,6 @@ class Rank:
             messages.append(message)
         if len(self._files) > 1:
             raise ValueError("more files than messages")
-
-    @contextmanager
-    def _close_channel_after_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BlockingIOError:
-            raise
-        except (OSError, ValueError) as error:  # a dead rank has reset it, or another program has written to it
-            self._deferred_log.debug("channel of rank %d closed: %s", self.number, error)
-            self._close_channel()
 
     def _read_returned_file(self, message: Message) -> None:
         """If the rank has sent a return value in a file, read the file at once, so that no descriptor stays open."""

@@ -16,6 +16,7 @@ death. But if the kernel lists the death of rank 0 before rank 1, rank 0 died be
 import select
 import selectors
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -41,7 +42,8 @@ class Selector(Generic[T]):
 
     def remove(self, fd: int) -> None:
         """Call this before the descriptor is closed: epoll reports events of a file while a fork has it open."""
-        self._selector.unregister(fd)
+        with suppress(KeyError, ValueError):  # it is not registered, or closed already
+            self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
         """Return the handlers of the ready descriptors, in the kernel's order. None waits for LONGEST_WAIT."""
