@@ -3,7 +3,7 @@
 "cores" deals the physical cores out as contiguous shares, "numa" does what the mode "node" of `torch.numa` does. torch's own
 code is of no use here: it asks CUDA for the GPU, which the watcher must not initialise, and it needs the command numactl.
 
-In containers and virtual machines, files under /sys may be missing or odd. Such a CPU is a core of its own, in node 0.
+In containers and virtual machines, files under /sys may be missing. Such a CPU is a core of its own, in node 0.
 """
 
 import os
@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple
 from mpwatch.options.validation import check_cpus
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.cpu_affinity import format_cpus
-
-CPU_LIMIT = 1 << 16  # no kernel supports so many CPUs
 
 
 class Core(NamedTuple):
@@ -104,13 +102,7 @@ def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list
 
 
 def _read_cpu_list(file: str) -> set[int]:
-    numbers: set[int] = set()
-    with suppress(OSError, ValueError):
-        with open(file, encoding="ascii") as text:
-            ranges = [part.partition("-") for part in text.read().split(",") if part.strip()]
-        for first, _, last in ranges:
-            if not 0 <= int(last or first) < CPU_LIMIT:
-                return set()
-            numbers.update(range(int(first), int(last or first) + 1))
-        return numbers
+    with suppress(OSError, ValueError), open(file) as text:
+        ranges = [part.partition("-") for part in text.read().split(",")]
+        return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
     return set()

@@ -10,15 +10,11 @@ Model: \t\t NVIDIA H100 80GB HBM3
 IRQ:   \t\t 236
 GPU UUID: \t {uuid}
 Device Minor: \t {minor}
-GPU Excluded:\t {excluded}
 """
 KFD_PROPERTIES = """\
 cpu_cores_count 0
 simd_count {simds}
-location_id {location}
-domain 0
 drm_render_minor {minor}
-unique_id {unique_id}
 """
 
 
@@ -51,10 +47,10 @@ class SimulatedMachine:
             self.add_node(node, ",".join(f"{low}-{high}" for low, high in parts))
         return self
 
-    def add_nvidia_gpu(self, address, minor, *, node=-1, excluded="No", device=True):
+    def add_nvidia_gpu(self, address, minor, *, node=-1, device=True):
         """Add a GPU with the UUID GPU-<minor><minor>...; `device` says whether this process has its device file."""
         uuid = f"GPU-{f'{minor}' * 8}-0000-0000-0000-000000000000"
-        text = NVIDIA_INFORMATION.format(uuid=uuid, minor=minor, excluded=excluded)
+        text = NVIDIA_INFORMATION.format(uuid=uuid, minor=minor)
         self.write(f"proc/driver/nvidia/gpus/{address}/information", text)
         self.write(f"sys/bus/pci/devices/{address}/numa_node", f"{node}\n")
         return self.write(f"dev/nvidia{minor}", "") if device else self
@@ -69,8 +65,8 @@ class SimulatedMachine:
         """Add a CPU, and a GPU for each NUMA node in the list."""
         self.write("dev/kfd", "")
         for number, node in enumerate([None, *nodes]):
-            values = {"simds": 304 * bool(number), "location": number << 8, "minor": 127 + number, "unique_id": number}
-            self.write(f"sys/class/kfd/kfd/topology/nodes/{number}/properties", KFD_PROPERTIES.format(**values))
-            self.write(f"sys/bus/pci/devices/0000:{number:02x}:00.0/numa_node", f"{node}\n")
+            properties = KFD_PROPERTIES.format(simds=304 * bool(number), minor=127 + number)
+            self.write(f"sys/class/kfd/kfd/topology/nodes/{number}/properties", properties)
+            self.write(f"sys/class/drm/renderD{127 + number}/device/numa_node", f"{node}\n")
             self.write(f"dev/dri/renderD{127 + number}", "")
         return self
