@@ -6,7 +6,6 @@ from typing import Literal
 
 from mpwatch.options.validation import check_function, check_word
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.cpu_affinity import can_set_affinity, format_cpus, get_allowed_cpus
 
 Cpus = Literal["cores", "numa"] | Callable[[Worker], Iterable[int]]
 
@@ -19,7 +18,7 @@ class Placement:
         cpus: the CPUs on which each rank runs, from the start of its interpreter. "cores" splits the CPUs that this process
             may use evenly among the ranks of this machine, if possible as whole physical cores. "numa" gives a rank all
             allowed CPUs of the NUMA node of its GPU. Without a GPU, each rank gets its share of the NUMA nodes. A function
-            gets a Worker, and returns the numbers of the CPUs for this rank. This needs Linux. mpwatch then sets
+            gets a Worker, and returns the numbers of the CPUs for this rank. mpwatch then sets
             OMP_NUM_THREADS to the number of cores of the rank, and TORCHINDUCTOR_COMPILE_THREADS to the number of its CPUs,
             at most 32, unless you have set them. If ranks are bound to the same CPUs, the numbers are divided among these
             ranks. None means that ranks run on all CPUs that this process may use.
@@ -50,8 +49,3 @@ def _check_cpus(cpus: object) -> None:
             raise ValueError(f"Placement: cpus must be {expected}, not {cpus!r:.200}")
     else:
         check_function("Placement: cpus", cpus, expected)
-    if not can_set_affinity():
-        raise ValueError(
-            f"Placement: cpus={cpus!r:.200} needs os.sched_setaffinity, which this system does not have; leave it out. "
-            f"This machine has {format_cpus(get_allowed_cpus())}"
-        )

@@ -26,7 +26,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
@@ -55,10 +54,8 @@ from mpwatch.watcher.stop_agreements import StopAgreements
 from mpwatch.watcher.suspension import Suspension, suspend_processes
 from mpwatch.watcher.timers import Timers
 from mpwatch.wire.messages import MessageKind
-from mpwatch.wire.resource_errors import with_remedy
 
 RESIST_SECONDS = 1.0  # after Ctrl-C: then the ranks that have not ended are named
-WAKE_SECONDS = 0.5  # later than the signal that stops a rank; most ranks have ended by then
 
 
 class Node(Protocol):
@@ -151,10 +148,7 @@ class EventLoop:
     def run(self) -> None:
         """Work until `end` or `shut_down` was posted and no rank is left. Raises LaunchError."""
         with self._pool:
-            try:
-                self._pool.selector.add(self._inbox.wakeup.fileno(), list)
-            except OSError as error:
-                raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
+            self._pool.selector.add(self._inbox.wakeup.fileno(), list)
             self._settle()
             while not self._is_ending or self._pool.alive or self._calls:
                 self._reader.start_wakeup()
@@ -225,13 +219,11 @@ class EventLoop:
         self._outbox.wake()
 
     def _name_resisting_ranks(self, calls: Iterable[Call]) -> None:
-        observed = {rank: seen for call in calls if call in self._calls for rank, seen in call.observed.items()}
-        is_awaited = {rank: not (seen.has_exited or (self._keep_ranks and seen.answer)) for rank, seen in observed.items()}
-        if ranks := [rank for rank in observed if is_awaited[rank]]:
+        observed = [seen for call in calls if call in self._calls for seen in call.observed.items()]
+        if ranks := [rank for rank, seen in observed if not (seen.has_exited or (self._keep_ranks and seen.answer))]:
             text = "waiting up to %g s for %s to end after Ctrl-C; press Ctrl-C again to kill %s"
-            self._deferred_log.warning(
-                text, self._spec.grace_period, format_ranks(ranks), "it" if len(ranks) == 1 else "them"
-            )
+            them = "it" if len(ranks) == 1 else "them"
+            self._deferred_log.warning(text, self._spec.grace_period, format_ranks(ranks), them)
 
     def withdraw(self, call: Call) -> None:
         """Refuse a call that has not begun, perhaps because an exception came just before it was posted."""
@@ -272,7 +264,7 @@ class EventLoop:
     def abort(self) -> None:
         self._refuse_delayed()
         for call in list(self._calls):
-            self._handle(call, m.Abort())
+            self._handle(call, m.EndCall(m.StopReason.INTERRUPTED))
 
     def end(self) -> None:
         self._is_ending = True
@@ -298,7 +290,7 @@ class EventLoop:
         """A prompt of a debugger was opened, or the last one was closed."""
         self._are_limits_suspended = are_suspended
         for call in self._calls:
-            self._handle(call, m.SuspendLimits() if are_suspended else m.ResumeLimits())
+            self._handle(call, m.SuspendLimits(are_suspended))
 
     def renew_lease(self, lease: m.Lease) -> None:
         self._lease = lease
@@ -307,7 +299,7 @@ class EventLoop:
 
     def cancel_attempt(self) -> None:
         for call in list(self._calls):
-            self._handle(call, m.CancelAttempt())
+            self._handle(call, m.EndCall(m.StopReason.CANCELLED_BY_JOB))
 
     def agree_on_step(self, step: int | None, cause: str) -> None:
         """Make the ranks stop after the step that all nodes have agreed on. None: at their next call of `should_stop`."""
@@ -328,10 +320,7 @@ class EventLoop:
         self._ranks[rank.number] = rank
         count, pid = setup.worker.restart_count, rank.observations.pid
         self._event_bus.publish(WorkerStarted, [rank.number], attempt=count, pid=pid)
-        try:
-            self._reader.register(rank)
-        except OSError as error:
-            raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
+        self._reader.register(rank)
 
     def _begin(self, call: Call) -> CallMachine:
         spec = self._spec
@@ -421,7 +410,7 @@ class EventLoop:
             if call is not but:
                 if call.machine.is_running():
                     call.lost_elsewhere = self._lost_ranks
-                self._handle(call, m.Abort())
+                self._handle(call, m.EndCall(m.StopReason.INTERRUPTED))
         self._end_idle_ranks(politely=but is not None)
 
     def _is_current(self, call: Call) -> bool:
@@ -435,10 +424,10 @@ class EventLoop:
             calls = self._calls if call is None else [call]
             return bool(calls) and all(each.machine.are_limits_active() for each in calls)
 
-        def end_call(event: m.CollectivesMismatched) -> None:
+        def end_call() -> None:
             for each in list(self._calls):
                 if call is None or each is call:
-                    self._inbox.post(partial(self._pass_on, event, each))
+                    self._inbox.post(partial(self._pass_on, m.EndCall(m.StopReason.FAILED), each))
 
         return CollectiveMonitor(
             # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
@@ -563,8 +552,6 @@ class EventLoop:
         else:
             rank.process.send_signal_to_group(signum)
         observed = rank.observations
-        if signum in (signal.SIGINT, signal.SIGTERM):
-            self.timers.call_at(monotonic() + WAKE_SECONDS, partial(self._reader.wake, rank, observed))
         observed.signals_sent.add(signum)
         observed.first_signal_at = observed.first_signal_at or monotonic()
 

@@ -22,7 +22,6 @@ from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call, DebuggerSocket
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash
-from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.machine import transitions as m
@@ -243,13 +242,3 @@ class RankReader:
             self.take_stacks(rank)
             rank.observations.is_dump_for_report = False
         return self.request_stacks(rank)
-
-    def wake(self, rank: Rank, observed: RankObservations) -> None:
-        """Interrupt the system call in which the main thread of a rank waits that has got SIGINT or SIGTERM, but still runs.
-
-        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt the call if
-        it came just before it, or if another thread received it. The request for stacks is a second signal, and does.
-        """
-        is_same_call = not rank.is_reaped and rank.observations is observed
-        if is_same_call and observed.answer is None and not observed.has_exited:
-            self._request_stacks_of_running_rank(rank)

@@ -155,12 +155,9 @@ class CallMachine:
             self._on_stop_request(event, now)
         elif isinstance(event, m.Interrupted):
             return self._on_interrupt(event, now)
-        elif isinstance(event, m.CancelAttempt):
-            return self._dump_stacks_then_stop(now, StopReason.CANCELLED_BY_JOB) if self.is_running() else []
-        elif isinstance(event, m.CollectivesMismatched):
-            return self._dump_stacks_then_stop(now, StopReason.FAILED) if self.are_limits_active() else []
-        elif isinstance(event, m.Abort):
-            return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED) if self.is_running() else []
+        elif isinstance(event, m.EndCall):
+            may_end = self.are_limits_active() if event.reason is StopReason.FAILED else self.is_running()
+            return self._dump_stacks_then_stop(now, event.reason) if may_end else []
         elif isinstance(event, m.Shutdown):
             return self._on_shutdown(now)
         elif isinstance(event, m.Lease):
@@ -205,9 +202,9 @@ class CallMachine:
             raise IllegalEventError(f"stage {stage.name} after stage {self.stage.name}")
         self.stage, self._stage_deadline = stage, deadline
 
-    def _on_limits(self, event: m.SuspendLimits | m.ResumeLimits, now: float) -> None:
+    def _on_limits(self, event: m.SuspendLimits, now: float) -> None:
         suspended_at = self._limits_suspended_at
-        if isinstance(event, m.SuspendLimits):
+        if event.are_suspended:
             self._limits_suspended_at = now if suspended_at is None else suspended_at
         elif suspended_at is not None:
             self._limits_suspended_at = None

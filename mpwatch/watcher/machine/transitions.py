@@ -15,8 +15,8 @@ The phases of a rank, with the events and actions that change them:
 The stages of a call:
 
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> FINISHED
-    RUNNING --- a rank fails or is silent, a time limit passes, or CollectivesMismatched ---> DUMPING_STACKS
-    RUNNING --- Abort, CancelAttempt, the first Interrupted, or the Lease has run out ---> DUMPING_STACKS
+    RUNNING --- a rank fails or is silent, a time limit passes, or EndCall ---> DUMPING_STACKS
+    RUNNING --- EndCall, the first Interrupted, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> FINISHED
@@ -164,18 +164,19 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """The ranks must be stopped, because ranks of another call were lost or have failed."""
+class EndCall:
+    """The ranks must be stopped: INTERRUPTED if another call was lost or has failed, CANCELLED_BY_JOB if other nodes have
+    ended the attempt, FAILED if the ranks wait in collectives that can never succeed.
+    """
+
+    reason: StopReason
 
 
 @dataclass(frozen=True, slots=True)
 class SuspendLimits:
-    """A debugger's prompt is open, so `timeout`, `heartbeat_timeout` and the other limits of the call are suspended."""
+    """While a debugger's prompt is open, `timeout`, `heartbeat_timeout` and the other limits of the call count no time."""
 
-
-@dataclass(frozen=True, slots=True)
-class ResumeLimits:
-    """No debugger's prompt is open any more, so `timeout`, `heartbeat_timeout` and the other limits count time again."""
+    are_suspended: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +186,6 @@ class Resumed:
     """
 
     suspended_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class CancelAttempt:
-    """This node must stop its ranks, for example because the leader of a job of several nodes has ended the attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectivesMismatched:
-    """The call can never end, because ranks wait in a collective that can never succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +200,7 @@ class Lease:
 
 NO_LEASE = Lease()
 
-Event = (
-    RankEvent
-    | HeartbeatsRead
-    | Interrupted
-    | StopRequested
-    | Shutdown
-    | Abort
-    | SuspendLimits
-    | ResumeLimits
-    | Resumed
-    | CancelAttempt
-    | CollectivesMismatched
-    | Lease
-)
+Event = RankEvent | HeartbeatsRead | Interrupted | StopRequested | Shutdown | EndCall | SuspendLimits | Resumed | Lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Checks every few seconds whether the ranks have called matching collectives. Runs in the watcher thread.
 
     CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdicts
-        MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
+        MISMATCH, twice ---> the machine's event EndCall
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
-        as above, but the absent ranks have returned ---> CollectivesMismatched
+        as above, but the absent ranks have returned ---> EndCall
 
 A mismatch must be found twice in a row, since some collectives succeed even with different data types. A wait that is not
 found for once, and all waits after a suspension of the program or its limits, begin anew.
@@ -27,7 +27,6 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     get_current_collective,
     select_new_stalls,
 )
-from mpwatch.watcher.machine.transitions import CollectivesMismatched
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.messages import MessageKind
@@ -52,7 +51,7 @@ class CollectiveMonitor:
     is_called: Callable[[int], bool]  # whether a rank takes part in the call; the others may return later than it
     is_checking: Callable[[], bool]  # whether a call is running, and its limits are not suspended
     call_at: Callable[[float, Callable[[], object]], object]
-    end_call: Callable[[CollectivesMismatched], object]
+    end_call: Callable[[], object]
     # On several nodes, called when the stalled ranks of this node have changed: with the collectives of all ranks, or with
     # none if no rank is stalled, and with the ranks that have returned. None on one node.
     on_stall: StallCallback | None
@@ -168,7 +167,7 @@ class CollectiveMonitor:
 
     def _finish(self, verdict: CollectiveVerdict) -> None:
         self.final_verdict = verdict
-        self.end_call(CollectivesMismatched())
+        self.end_call()
 
     def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
         assert self.stall_after is not None

@@ -121,7 +121,7 @@ class History(RuleBasedStateMachine):
     def shut_down(self):
         self.send(m.Shutdown())
 
-    @rule(event=st.sampled_from([m.Abort(), m.CancelAttempt()]))
+    @rule(event=st.sampled_from([m.EndCall(m.StopReason.INTERRUPTED), m.EndCall(m.StopReason.CANCELLED_BY_JOB)]))
     def end(self, event):
         self.send(event)
 
@@ -140,7 +140,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def suspend_or_resume_limits(self):
         self.are_limits_suspended = not self.are_limits_suspended
-        self.send(m.SuspendLimits() if self.are_limits_suspended else m.ResumeLimits())
+        self.send(m.SuspendLimits(self.are_limits_suspended))
         self.resumed_at = self.now
 
     @rule(seconds=st.floats(0.001, 1000.0))
@@ -170,7 +170,7 @@ class History(RuleBasedStateMachine):
     def find_a_mismatch(self):
         if self.machine.are_limits_active():
             self.verdict = MISMATCH
-        self.send(m.CollectivesMismatched())
+        self.send(m.EndCall(m.StopReason.FAILED))
 
     # --- ranks
 
@@ -288,7 +288,7 @@ class History(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "machine"):
             return
-        self.send(m.ResumeLimits())
+        self.send(m.SuspendLimits(False))
         for attempt in range(10):  # no rank does anything any more
             if attempt == 5 and self.machine.stage is m.CallStage.RUNNING:
                 self.send(m.Interrupted(signal.SIGINT))

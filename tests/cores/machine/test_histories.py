@@ -13,6 +13,8 @@ from mpwatch.watcher.machine.call_machine import CallMachine
 
 GRACE, START_TIMEOUT, LIMIT = 10.0, 30.0, 10.0
 CTRL_C, TERM = m.Interrupted(signal.SIGINT), m.Interrupted(signal.SIGTERM)
+ABORT, CANCEL = m.EndCall(m.StopReason.INTERRUPTED), m.EndCall(m.StopReason.CANCELLED_BY_JOB)
+MISMATCH = m.EndCall(m.StopReason.FAILED)
 BY_SIGNAL, BY_CALLER = m.StopRequested("SIGUSR1", signal.SIGUSR1), m.StopRequested("request_stop()")
 
 
@@ -119,8 +121,8 @@ def test_a_node_of_a_job_whose_ranks_are_all_victims_waits_for_the_cause_on_anot
 
 def test_a_mismatch_of_collectives_ends_the_call_unless_a_prompt_is_open():
     machine = after(1.0, m.SuspendLimits())
-    assert handle(machine, 2.0, m.CollectivesMismatched(), m.ResumeLimits()) == []
-    assert handle(machine, 3.0, m.CollectivesMismatched(), m.CollectivesMismatched()) == [m.DumpStacks(0), m.DumpStacks(1)]
+    assert handle(machine, 2.0, MISMATCH, m.SuspendLimits(False)) == []
+    assert handle(machine, 3.0, MISMATCH, MISMATCH) == [m.DumpStacks(0), m.DumpStacks(1)]
     assert machine.stop_reason is m.StopReason.FAILED
 
 
@@ -143,8 +145,8 @@ def test_ctrl_c_reaches_only_functions_that_run():
         ([CTRL_C], CTRL_C, [*terminate(0, 1), *kill(0, 1)], m.StopReason.INTERRUPTED),
         ([CTRL_C, m.StackDumped(0), m.StackDumped(1)], CTRL_C, kill(0, 1), m.StopReason.INTERRUPTED),
         ([m.Failed(0), m.StackDumped(1)], CTRL_C, kill(0, 1), m.StopReason.FAILED),
-        ([m.CancelAttempt(), m.StackDumped(0), m.StackDumped(1)], TERM, [], m.StopReason.CANCELLED_BY_JOB),
-        ([m.CancelAttempt(), m.StackDumped(0), m.StackDumped(1), TERM], TERM, kill(0, 1), m.StopReason.CANCELLED_BY_JOB),
+        ([CANCEL, m.StackDumped(0), m.StackDumped(1)], TERM, [], m.StopReason.CANCELLED_BY_JOB),
+        ([CANCEL, m.StackDumped(0), m.StackDumped(1), TERM], TERM, kill(0, 1), m.StopReason.CANCELLED_BY_JOB),
         ([m.Returned(0), m.Returned(1)], CTRL_C, terminate(0, 1), m.StopReason.SUCCEEDED),
         ([m.Returned(0), m.Returned(1), m.Exited(0), m.Exited(1)], CTRL_C, [], m.StopReason.SUCCEEDED),
     ],
@@ -196,7 +198,7 @@ def test_no_limit_of_a_call_counts_the_time_of_a_prompt(make, limit, _):
     machine = make()
     handle(machine, 1.0, m.SuspendLimits(), m.SuspendLimits())
     assert (machine.deadline, handle(machine, 50.0)) == (None, [])
-    handle(machine, 101.0, m.ResumeLimits(), m.ResumeLimits())
+    handle(machine, 101.0, m.SuspendLimits(False), m.SuspendLimits(False))
     assert machine.deadline == limit + 100.0
 
 
@@ -211,7 +213,7 @@ def test_a_prompt_gives_ranks_that_are_stopped_no_more_time(make, limit, _):
 def test_time_at_a_prompt_and_in_a_suspension_counts_once(opened_at, closed_at):
     machine = after(opened_at, m.SuspendLimits(), timeout=5.0)
     handle(machine, 9.0, m.Resumed(4.0))
-    handle(machine, closed_at, m.ResumeLimits())
+    handle(machine, closed_at, m.SuspendLimits(False))
     assert machine.deadline == 5.0 + closed_at - opened_at
 
 
@@ -249,7 +251,9 @@ def test_a_rank_that_sends_a_heartbeat_before_the_second_reading_was_only_suspen
     assert (machine.heartbeats.silent_ranks, machine.stage) == ({}, m.CallStage.RUNNING)
 
 
-@pytest.mark.parametrize("pause", [[m.SuspendLimits(), m.ResumeLimits()], [m.Resumed(1.0)]], ids=["prompt", "suspension"])
+@pytest.mark.parametrize(
+    "pause", [[m.SuspendLimits(), m.SuspendLimits(False)], [m.Resumed(1.0)]], ids=["prompt", "suspension"]
+)
 def test_silence_counts_from_the_end_of_a_prompt_or_a_suspension(pause):
     machine = running_machine(heartbeat_timeout=LIMIT)
     handle(machine, 1.0, *pause[:-1])
@@ -278,7 +282,7 @@ def test_idle_ranks_are_called_at_once_and_are_idle_again_when_all_have_answered
     assert handle(machine, 1.0, m.Failed(0), m.Returned(1), m.DetailsReceived(0)) == []
     assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.KEPT, m.StopReason.FAILED, None)
     assert set(machine.phase_table.phases.values()) == {m.RankPhase.READY}
-    assert handle(machine, 2.0, TERM, BY_CALLER, m.Abort(), m.Shutdown()) == []
+    assert handle(machine, 2.0, TERM, BY_CALLER, ABORT, m.Shutdown()) == []
 
 
 @pytest.mark.parametrize(
