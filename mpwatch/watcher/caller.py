@@ -61,8 +61,7 @@ class Caller:
         )
         self.is_over = False
         self._has_begun = False
-        self._view_driver: ViewDriver | None = None
-        self._progress_driver: ViewDriver | None = None
+        self._drivers: list[ViewDriver] = []
         self.signals = Signals(watcher, call)
         add_call(self, Caller.ask_to_stop)
         if threading.current_thread() is threading.main_thread():
@@ -103,12 +102,9 @@ class Caller:
 
     def _open_views(self) -> None:
         call, ask = self._call, partial(self.watcher.post, self.watcher.loop.send_statuses)
-        self._view_driver = self.signals.suspension.view = ViewDriver(
-            self._make_view, ask, lambda rank: call is None or rank in call.ranks
-        )
-        self._progress_driver = ViewDriver(
-            self.watcher.make_progress_events, ask, lambda rank: call is None or rank in call.ranks
-        )
+        for make_view in (self._make_view, self.watcher.make_progress_events):
+            self._drivers.append(ViewDriver(make_view, ask, lambda rank: call is None or rank in call.ranks))
+        self.signals.suspension.view = self._drivers[0]
 
     def wait(self, until: Callable[[], bool], deadline: float = math.inf) -> None:
         """Wait until `until()` is true, at most to a time of CLOCK_MONOTONIC. Raise what has ended the watcher thread."""
@@ -137,7 +133,7 @@ class Caller:
             self._update_views()
             self._print_stacks()
             if (debugger := self.watcher.get_debugger(self)) is not None:
-                debugger.serve(self.signals, self._view_driver)
+                debugger.serve(self.signals, self.signals.suspension.view)
         finally:
             self.signals.is_in_user_code = was_in_user_code
 
@@ -150,10 +146,6 @@ class Caller:
         finally:
             self.signals.is_drawing = False
         self.signals.suspension.suspend()
-
-    @property
-    def _drivers(self) -> list[ViewDriver]:
-        return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
         stacks, self.signals.stacks = self.signals.stacks, None

@@ -58,7 +58,7 @@ class RankReader:
 
     def register(self, rank: Rank) -> None:
         handlers = (self._on_message, self._on_stack_data, self._on_exit)
-        rank.register(self._pool.selector, *(partial(handler, rank) for handler in handlers))
+        rank.register(*(partial(handler, rank) for handler in handlers))
 
     def start_wakeup(self) -> None:
         """What is read from now on is read in another wake-up, maybe a late one."""
@@ -147,7 +147,7 @@ class RankReader:
         if message.fd == -1:  # it was lost, for want of descriptors
             return
         read = partial(self._on_crash_data if message.body else self._on_collectives, rank)
-        rank.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
+        rank.collective_sockets.open(message.fd, read, is_crash_socket=bool(message.body))
         if not message.body and rank.call is not None:
             rank.call.monitor.start()
 

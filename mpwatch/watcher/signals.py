@@ -132,15 +132,14 @@ class Signals:
 
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
         """Make the watcher act as if this signal had come, but do not deliver it to the program. For any thread."""
-        if os.getpid() == self.pid:  # this is not a child that the calling program has forked
-            self._watcher.post(self._watcher.loop.interrupt, Interrupted(signum, cause), self._call)
+        self._watcher.post(self._watcher.loop.interrupt, Interrupted(signum, cause), self._call)
 
     def request_stop(self, cause: str, signum: int | None = None) -> bool:
         """Ask the ranks to save and return, because of `cause`, and of the signal `signum` if there was one.
 
         Any thread may call this. Return False if the call is over, so that the result will not have this request.
         """
-        if os.getpid() != self.pid or not self._stop_cause.setdefault(None, cause):
+        if not self._stop_cause.setdefault(None, cause):
             return False
         self._watcher.post(self._watcher.loop.request_stop, StopRequested(cause, signum), self._call)
         return True

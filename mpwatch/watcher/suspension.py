@@ -26,7 +26,6 @@ from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.processes.process import SpawnedRank
 
 STOP_SECONDS = 2.0  # the limit for the watcher thread to stop the ranks; it may be starting ranks, or waiting for helpers
-POLL_SECONDS = 0.05  # how often the caller's thread checks whether the watcher thread still runs
 
 
 def _make_locked() -> threading.Lock:
@@ -70,7 +69,8 @@ class ProgramSuspension:
         try:
             self._is_under_way = True
             self._post(suspension)
-            self._wait_until_ranks_are_stopped(suspension)
+            if self._is_watcher_running():
+                suspension.are_ranks_stopped.acquire(timeout=STOP_SECONDS)
             if self.view is not None:  # later, since the terminal may be full of what the ranks print
                 self.view.pause()
             _stop_this_program()
@@ -79,12 +79,6 @@ class ProgramSuspension:
             self.is_requested = self._is_under_way = False
             if self.view is not None:
                 self.view.resume()
-
-    def _wait_until_ranks_are_stopped(self, suspension: Suspension) -> None:
-        deadline = suspension.requested_at + STOP_SECONDS
-        while not suspension.are_ranks_stopped.acquire(timeout=POLL_SECONDS):
-            if not self._is_watcher_running() or monotonic() > deadline:
-                return
 
 
 def _stop_this_program() -> None:

@@ -22,22 +22,20 @@ MAX_ANSWER = 1 << 22  # bytes; an answer of 64 collectives in a group of 1,000 r
 class CollectiveSockets:
     """The two sockets of one rank, which the rank opens. It is crashing if it has begun to write the stack of a crash."""
 
-    def __init__(self) -> None:
-        self.is_pending = False
-        self.is_crashing = False
+    def __init__(self, selector: Selector[Any]) -> None:
+        self.is_pending = self.is_crashing = False
+        self._selector = selector
         self._requests: socket.socket | None = None
         self._crash: socket.socket | None = None
-        self._selector: Selector[Any] | None = None
-        self._on_crash: Callable[[], Any] | None = None
+        self._on_crash: Callable[[], Any] = bool
         self._answer = bytearray()
 
     @property
     def is_open(self) -> bool:
         return self._requests is not None
 
-    def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
+    def open(self, fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
         """Take over a descriptor that the rank has sent. Raises OSError."""
-        self._selector = selector
         end = socket.socket(fileno=fd)
         end.setblocking(False)
         if is_crash_socket:
@@ -46,7 +44,7 @@ class CollectiveSockets:
         else:
             self._close(self._requests)
             self._requests = end
-        selector.add(end.fileno(), on_readable)
+        self._selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
         """Ask the rank for its collectives, unless it has not answered yet. Return False if it cannot be asked."""
@@ -87,23 +85,24 @@ class CollectiveSockets:
         """Ask a crashing rank for its collectives, and let it wait for `read_crash`. Return True if it waits only from now
         on.
         """
-        if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
+        if self.is_crashing or self._crash is None or not self._has_crash_data(self._crash) or not self.ask():
             return False
         self.is_crashing = True
         self._selector.remove(self._crash.fileno())
         return True
 
-    def _has_crash_data(self) -> bool:
+    @staticmethod
+    def _has_crash_data(crash: socket.socket) -> bool:
         """A rank that ends without a crash closes the socket and writes nothing."""
         try:
-            return self._crash is not None and bool(self._crash.recv(1, socket.MSG_PEEK))
+            return bool(crash.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def read_crash(self) -> bytes:
         """Let the crashing rank continue, and return the part of the crash stack that the rank has written so far."""
         data = b""
-        if self._crash is None or self._selector is None or self._on_crash is None:
+        if self._crash is None:
             return data
         with suppress(KeyError):  # it is registered
             self._selector.add(self._crash.fileno(), self._on_crash)
@@ -129,6 +128,5 @@ class CollectiveSockets:
 
     def _close(self, end: socket.socket | None) -> None:
         if end is not None:
-            assert self._selector is not None
             self._selector.remove(end.fileno())
             end.close()

@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from multiprocessing import spawn
 from pathlib import Path
 
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank_environment import copy_environment
 
 PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
@@ -21,9 +21,7 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 class Guardian:
     """Closed when all ranks are reaped. Ranks inherit `fds_for_ranks`: the socket for orders and a pidfd of the program."""
 
-    def __init__(self, deferred_log: DeferredLog) -> None:
-        self._deferred_log = deferred_log
-        self._is_gone = False
+    def __init__(self) -> None:
         with ExitStack() as passed, ExitStack() as kept:
             self._socket, guardian_end = socket.socketpair()
             passed.enter_context(guardian_end)
@@ -53,14 +51,9 @@ class Guardian:
         self._send(b"-%d\n" % pgid)
 
     def _send(self, line: bytes) -> None:
-        try:
+        with suppress(OSError):  # the guardian is gone: the kernel alone kills the ranks
             # A write to a pipe could end the calling program, because its SIGPIPE may have the default action.
-            self._socket.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
-        except OSError as error:
-            if not self._is_gone:
-                text = "the guardian is gone (%s): if this process is killed, its ranks may keep running; kill them then"
-                self._deferred_log.warning(text, error)
-            self._is_gone = True
+            self._socket.send(line, MSG_NOSIGNAL)
 
     def close(self) -> None:
         """Kill the guardian process and reap it, so that the guardian kills no process group."""

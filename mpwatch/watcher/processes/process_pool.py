@@ -87,7 +87,7 @@ class ProcessPool:
                 self.selector = stack.enter_context(Selector())
                 self._slots_fd = stack.enter_context(open_anonymous_file("mpwatch-slots")).fileno()
                 with _block_signals({*self._spec.stop_policy.signals, *GUARDIAN_BLOCKS}):  # the guardian keeps them blocked
-                    self.guardian = stack.enter_context(closing(Guardian(self.deferred_log)))
+                    self.guardian = stack.enter_context(closing(Guardian()))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
@@ -145,7 +145,7 @@ class ProcessPool:
             with _block_signals(self._ignored_signals):
                 process = SpawnedRank(launch_info, f"mpwatch-rank-{worker.rank}", surroundings)
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
-            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, slot=slot, stdio=stdio)
+            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, slot=slot, stdio=stdio)
             kept.pop_all()
             self.guardian.guard(process.pid)
         return rank

@@ -58,6 +58,7 @@ class Rank:
         process: SpawnedRank,
         channel: socket.socket,
         stack_pipe: int,
+        selector: Selector[Any],
         *,
         slot: int,
         stdio: StdioFds,
@@ -71,7 +72,7 @@ class Rank:
         self.observations = RankObservations(setup.worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
         self.stack_parser = StackDumpParser()
-        self.collective_sockets = CollectiveSockets()
+        self.collective_sockets = CollectiveSockets(selector)
         self.awaits_dump = False
         self.channel = channel
         self.slot = slot
@@ -80,7 +81,7 @@ class Rank:
         self._files: list[int] = []
         self._stack_pipe = stack_pipe
         self._rank_stack_fd = -1  # the rank's descriptor of its end of the stack pipe; -1 until the rank is ready
-        self._selector: Selector[Any] | None = None
+        self._selector = selector
 
     @property
     def phase(self) -> RankPhase:
@@ -89,17 +90,10 @@ class Rank:
             return phase
         return RankPhase.READY if self.is_ready else RankPhase.STARTING
 
-    def register(
-        self,
-        selector: Selector[Any],
-        on_message: Callable[[], Any],
-        on_stack_data: Callable[[], Any],
-        on_exit: Callable[[], Any],
-    ) -> None:
-        self._selector = selector
-        selector.add(self.channel.fileno(), on_message)
-        selector.add(self._stack_pipe, on_stack_data)
-        selector.add(self.process.sentinel, on_exit)
+    def register(self, on_message: Callable[[], Any], on_stack_data: Callable[[], Any], on_exit: Callable[[], Any]) -> None:
+        self._selector.add(self.channel.fileno(), on_message)
+        self._selector.add(self._stack_pipe, on_stack_data)
+        self._selector.add(self.process.sentinel, on_exit)
 
     def reset_observations(self) -> RankObservations:
         before = self.observations
@@ -110,19 +104,15 @@ class Rank:
         self.awaits_dump = False
         return self.observations
 
-    def _unregister(self, fd: int) -> None:
-        if self._selector is not None:
-            self._selector.remove(fd)
-
     def close(self) -> None:
         self._close_channel()
         self.collective_sockets.close()
-        self._unregister(self._stack_pipe)
-        self._unregister(self.process.sentinel)
+        self._selector.remove(self._stack_pipe)
+        self._selector.remove(self.process.sentinel)
         os.close(self._stack_pipe)
 
     def _close_channel(self) -> None:
-        self._unregister(self.channel.fileno())
+        self._selector.remove(self.channel.fileno())
         self.channel.close()
         while self._files:
             _close(self._files.pop())
@@ -250,7 +240,7 @@ class Rank:
             for _ in range(DRAIN_LIMIT // READ_SIZE):
                 data = os.read(self._stack_pipe, READ_SIZE)
                 if not data:
-                    self._unregister(self._stack_pipe)
+                    self._selector.remove(self._stack_pipe)
                     break
                 self.stack_parser.feed(data)
 
