@@ -9,7 +9,7 @@ Idle ranks belong to no Call. With scope="worker" or `keep_going` each rank has 
 import math
 from collections.abc import Iterable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpwatch.events.types import CallStarted, Event, HeartbeatLate, WorkerExited, WorkerReady, WorkerSucceeded
 from mpwatch.options.spec import GroupSpec
@@ -27,14 +27,6 @@ from mpwatch.wire.pickling.call_payload import Payload
 
 SLOW_EXIT = "a slow exit: an exit hook, a finaliser or destroy_process_group() that does not end, or a busy machine"
 _numbers = count(1)
-
-
-class DebuggerSocket(NamedTuple):
-    """A socket between a rank and the debugger's console. See worker/debugger.py."""
-
-    rank: int
-    fd: int
-    purpose: str
 
 
 class Call:

@@ -34,7 +34,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.call import Call, DebuggerSocket, publish_exited
+from mpwatch.watcher.call import Call, publish_exited
 from mpwatch.watcher.diagnosis.failures import may_be_oom_kill
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
@@ -95,7 +95,7 @@ class EventLoop:
         self.state = WorkerState.UNKNOWN
         self.suspended_seconds = 0.0
         self.timers = Timers()
-        self.debugger_sockets: deque[DebuggerSocket] = deque()  # that the console has not taken yet
+        self.debugger_sockets: deque[tuple[int, int, str]] = deque()  # for the console: rank, descriptor, purpose
         self.starts = 0
         self.interrupted: m.Interrupted | None = None
         self.stop_request: m.StopRequested | None = None

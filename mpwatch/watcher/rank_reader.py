@@ -19,7 +19,7 @@ from mpwatch.os_support.processes import is_ending
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.call import Call, DebuggerSocket
+from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
@@ -46,7 +46,7 @@ class RankReader:
         call_at: Callable[[float, Callable[[], object]], object],
         wake: Callable[[], object],
         on_stop_request: Callable[[Rank], object],
-        debugger_sockets: deque[DebuggerSocket],
+        debugger_sockets: deque[tuple[int, int, str]],
         list_monitors: Callable[[], Iterable[CollectiveMonitor]],
     ) -> None:
         self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
@@ -91,7 +91,7 @@ class RankReader:
             rank.on_ready(message.body)
             return [m.Ready(number)]
         if message.kind is MessageKind.DEBUGGER:
-            self._debugger_sockets.append(DebuggerSocket(number, message.fd, message.body.decode()))
+            self._debugger_sockets.append((number, message.fd, message.body.decode()))
             self._wake()
         elif message.kind is MessageKind.STOP_REQUESTED:
             if rank.call is not None:

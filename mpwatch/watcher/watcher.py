@@ -25,7 +25,6 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.call import DebuggerSocket
 from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.inbox import Inbox
@@ -209,8 +208,8 @@ class Watcher:
             self.close()
 
     def _release(self) -> None:
-        for debugger_socket in self.take_debugger_sockets():
-            os.close(debugger_socket.fd)
+        for _, fd, _ in self.take_debugger_sockets():
+            os.close(fd)
         if self._port_socket is not None:
             self._port_socket.close()
 
@@ -235,7 +234,7 @@ class Watcher:
                 self._debugger = DebuggerConsole(self)
             return self._debugger
 
-    def take_debugger_sockets(self) -> list[DebuggerSocket]:
+    def take_debugger_sockets(self) -> list[tuple[int, int, str]]:
         sockets = self.loop.debugger_sockets
         return [sockets.popleft() for _ in range(len(sockets))]
 

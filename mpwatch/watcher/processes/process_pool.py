@@ -1,6 +1,4 @@
-"""The pool of the ranks' processes. The pool starts and reaps the ranks, and owns their pipes, sockets and memory.
-
-This module runs in the watcher thread.
+"""The pool of the ranks' processes: starts and reaps them, and owns their pipes, sockets and memory. In the watcher thread.
 
     ProcessPool --- Selector: the one place where the event loop waits
                 --- Guardian: kills the ranks if the calling program is killed
@@ -8,12 +6,6 @@ This module runs in the watcher thread.
                 --- Rank for each rank --- SpawnedRank: its process
                                              --- channel: messages in both directions
                                              --- stack pipe: stderr until the rank is ready, then stack dumps
-
-    descriptor of a rank                     is closed
-    the rank's ends, stdio and /dev/null     by `start`, when the process has them
-    channel, stack pipe                      by Rank.close, in `reap` and `abandon`
-    sentinel, multiprocessing's pipe         by SpawnedRank, in `reap` and `abandon`
-    pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
 
 A helper is a process that a rank has started in its process group. When the pool reaps a rank, the pool also kills the
 rank's helpers.

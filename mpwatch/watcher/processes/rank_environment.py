@@ -1,20 +1,7 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has five parts. If two of the parts 1 to 4 set the same variable, the rank gets the value from the later
-part.
-
-1. The environment of the calling program.
-2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
-   ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
-   TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. mpwatch also sets NODE_RANK to the value of GROUP_RANK.
-3. The user's `env` option.
-4. A variable that limits the rank to its own GPU, for example CUDA_VISIBLE_DEVICES=1. With Placement(gpus="own"), mpwatch
-   sets this variable, unless the user's `env` already limits the rank to one GPU or no GPU.
-5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
-   TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. In some runs, mpwatch does not set
-   TORCH_FR_BUFFER_SIZE or ACCELERATE_USE_CPU (see `_add_defaults`).
-
-A rank never gets PYTHONINSPECT.
+A rank has the environment of the calling program; then come the variables of torchrun, the user's `env`, the variable of its
+own GPU (unless `env` has chosen one), and defaults for what is not set. docs/reference/environment.md lists them.
 """
 
 import os

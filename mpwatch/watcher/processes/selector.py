@@ -1,16 +1,11 @@
 """Waits until at least one descriptor of the event loop is readable.
 
-The selector takes the place of `multiprocessing.connection.wait`, for three reasons:
+`multiprocessing.connection.wait` would register all descriptors again at each call, and measures its timeout by a clock that
+a test may have frozen (os_support/clock.py).
 
-- Each call of `connection.wait` would register all descriptors again.
-- `connection.wait` measures its timeout by a clock that a test may have frozen (os_support/clock.py).
-- The selector keeps its set of descriptors in the kernel (epoll). The kernel lists the ready descriptors in the order in
-  which they became ready. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0
-  first. The kernel keeps this order until the watcher reads the list.
-
-The kernel's list contains each descriptor only once. For example, rank 1 sends a message, then rank 0 dies, then rank 1
-sends a second message. The kernel lists rank 1 before rank 0, so the watcher reads both messages before it notices the
-death. But if the kernel lists the death of rank 0 before rank 1, rank 0 died before rank 1 sent its unread messages.
+epoll lists the ready descriptors in the order in which they became ready, each once. If rank 1 sends a message, rank 0 dies,
+and rank 1 sends a second message, rank 1 comes first, and both messages are read before the death. But if the death comes
+first, rank 0 died before rank 1 sent its unread messages.
 """
 
 import select
