@@ -324,7 +324,7 @@ class NodeThread:
                 self._connect()
             else:
                 if isinstance(action, StopAttempt):
-                    post(loop.cancel_attempt)  # the caller's thread logs why: a logging handler may be slow
+                    post(loop.end_calls, StopReason.CANCELLED_BY_JOB)  # the caller's thread logs why
                 self._notify_caller(action)
 
     def _send(self, message: MessageToCoordinator) -> None:

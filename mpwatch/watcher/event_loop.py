@@ -261,10 +261,10 @@ class EventLoop:
         event = m.StopRequested(f"request_stop() in rank {rank.number}")
         self._inbox.post(partial(self.request_stop, event, rank.call if self._keep_ranks else None))
 
-    def abort(self) -> None:
+    def end_calls(self, reason: m.StopReason) -> None:
         self._refuse_delayed()
         for call in list(self._calls):
-            self._handle(call, m.EndCall(m.StopReason.INTERRUPTED))
+            self._handle(call, m.EndCall(reason))
 
     def end(self) -> None:
         self._is_ending = True
@@ -296,10 +296,6 @@ class EventLoop:
         self._lease = lease
         for call in self._calls:
             self._handle(call, lease)
-
-    def cancel_attempt(self) -> None:
-        for call in list(self._calls):
-            self._handle(call, m.EndCall(m.StopReason.CANCELLED_BY_JOB))
 
     def agree_on_step(self, step: int | None, cause: str) -> None:
         """Make the ranks stop after the step that all nodes have agreed on. None: at their next call of `should_stop`."""

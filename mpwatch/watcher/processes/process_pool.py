@@ -137,7 +137,7 @@ class ProcessPool:
             with _block_signals(self._ignored_signals):
                 process = SpawnedRank(launch_info, f"mpwatch-rank-{worker.rank}", surroundings)
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
-            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, slot=slot, stdio=stdio)
+            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, stdio=stdio)
             kept.pop_all()
             self.guardian.guard(process.pid)
         return rank

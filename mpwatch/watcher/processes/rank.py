@@ -60,13 +60,12 @@ class Rank:
         stack_pipe: int,
         selector: Selector[Any],
         *,
-        slot: int,
         stdio: StdioFds,
     ) -> None:
         self.setup = setup
         self.number = setup.worker.rank
         self.call: Any = None  # or a Call, whose module imports this one
-        self.is_ready = self.is_reaped = False
+        self.is_reaped = False
         self.started_at = self.run_started_at = monotonic()  # of the process; of the run or the call
         self.process = process
         self.observations = RankObservations(setup.worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
@@ -75,13 +74,16 @@ class Rank:
         self.collective_sockets = CollectiveSockets(selector)
         self.awaits_dump = False
         self.channel = channel
-        self.slot = slot
         self._frames = FrameDecoder()
         # Descriptors of files that have arrived before the end of their message, in order; -1 for one that was lost.
         self._files: list[int] = []
         self._stack_pipe = stack_pipe
         self._rank_stack_fd = -1  # the rank's descriptor of its end of the stack pipe; -1 until the rank is ready
         self._selector = selector
+
+    @property
+    def is_ready(self) -> bool:
+        return self.observations.was_ready
 
     @property
     def phase(self) -> RankPhase:
@@ -197,7 +199,7 @@ class Rank:
     def on_ready(self, body: bytes) -> None:
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
-        self.is_ready = self.observations.was_ready = True
+        self.observations.was_ready = True
         self.stack_parser.mark_ready(main_thread)
 
     def request_stack_dump(self) -> bool:

@@ -120,7 +120,7 @@ class RunController(Generic[T]):
         may_go_on = has_failed and (self._spec.keeps_going or self._watcher.loop.stop_request is not None)
         if evidence.stop_reason is not StopReason.SUCCEEDED and not may_go_on:
             self._has_failed = True
-            self._watcher.post(self._watcher.loop.abort)
+            self._watcher.post(self._watcher.loop.end_calls, StopReason.INTERRUPTED)
         return None
 
     def _decide(self, evidence: AttemptObservations, result: RunResult[T]) -> RestartDecision | None:
