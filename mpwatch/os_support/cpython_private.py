@@ -3,9 +3,18 @@
 The comments in this module say what mpwatch uses each name for, and what breaks if a version of CPython does not have the
 name. CPython 3.11 to 3.15 has all names that this module lists. This module runs in the watcher and in the ranks.
 
-watcher/processes/process.py uses names that look public, but that CPython does not document: `context.set_spawning_popen`,
-`reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. It writes what `spawn.spawn_main` reads. If one of
-these undocumented names is missing, mpwatch cannot start a rank.
+Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
+
+- `multiprocessing.Process._Popen` starts the process, and `multiprocessing.popen_spawn_posix.Popen._launch` runs the new
+  interpreter. If a new version of CPython does not call `_Popen` or `_launch`, `Process.start` starts an ordinary spawned
+  process. An ordinary spawned process has the Unix process group and the environment of its parent.
+- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. mpwatch overrides
+  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new version of CPython
+  does not call `_send_signal`, the signal reaches the rank, but not the rank's child processes.
+
+watcher/processes/process.py also uses names that look public, but that CPython does not document:
+`popen_spawn_posix.Popen`, `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and
+`spawn.get_command_line`. If one of these undocumented names is missing, mpwatch cannot start a rank.
 
 mpwatch/wire uses these details of CPython directly:
 
@@ -43,6 +52,7 @@ from multiprocessing import process, util
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
     from typing import Any
 
 # typeshed contains only the public names of these modules.
@@ -80,6 +90,20 @@ def get_logging_setup() -> dict[str, Any]:
     return {"log_to_stderr": mp_util._log_to_stderr, **level}
 
 
+def get_popen(child: BaseProcess) -> Any:
+    """Return the Popen object that `child.start()` has made for the process `child`."""
+    # The watcher keeps this object, because the user may close any process in multiprocessing.active_children(). Without
+    # this name, keep the object that `_Popen` returns.
+    return vars(child)["_popen"]
+
+
+def forget_child(child: BaseProcess) -> None:
+    """Remove a process from the children that `multiprocessing.active_children()` returns."""
+    # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
+    # active_children(), and the program waits at its end for a rank that cannot be killed.
+    mp_process._children.discard(child)
+
+
 def get_spawn_reducers() -> dict[type, Any]:
     """Return a dict from each type to the pickling function that multiprocessing or torch has registered for the type."""
     # Without this name, only `copyreg.dispatch_table` is used, and no connection, socket or shared tensor can be in a call.
@@ -88,6 +112,12 @@ def get_spawn_reducers() -> dict[type, Any]:
     pickler: Any = ForkingPickler  # typeshed does not have the attribute
     reducers: dict[type, Any] = pickler._extra_reducers
     return reducers
+
+
+def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
+    """Return a finalizer that closes the descriptors `fds` when it is called, or when `owner` is garbage-collected."""
+    # multiprocessing's Popen.close() calls the finalizer. Without this name, use weakref.finalize.
+    return mp_util.Finalize(owner, mp_util.close_fds, fds)
 
 
 def call_before_joining_threads(action: Callable[[], object]) -> None:

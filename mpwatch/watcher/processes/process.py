@@ -1,18 +1,24 @@
-"""The process of one rank: start it, send it signals, read its exit code, reap it. Runs in the watcher thread.
+"""The process of one rank: start it, send it signals, read its exit code, reap it. Runs in the watcher.
 
-It is started as multiprocessing starts a process of its spawn context, so in the rank `current_process()`, shared locks and
-`parent_process()` work as usual. The start differs in these points:
+    ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> posix_spawn
+
+A rank is an ordinary multiprocessing.Process of the spawn context. So `multiprocessing.active_children()` lists the rank,
+and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
+points:
 
 - The rank does not import the `__main__` module of the calling program. After mpwatch has started a rank, the
   calling program can still call `multiprocessing.set_start_method`.
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
   that the rank starts. Before the rank's first instruction, mpwatch also sets the CPUs, the environment, stdin, stdout and
   stderr of the rank. The rank's stdin is empty.
-- If the system has pidfds, the sentinel of a rank is a pidfd. A process that the rank has forked can keep a pipe open after
-  the rank's death.
+- If the system has pidfds, the sentinel of a rank is a pidfd. The sentinel of an ordinary multiprocessing.Process is a pipe.
+  A process that the child has forked can keep this pipe open after the child's death.
 
 Guarantee: mpwatch kills the process group of a dead rank before it reaps the rank. Until a rank is reaped, no other process
 can get the rank's pid.
+
+This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
+docstring of os_support/cpython_private.py describes what breaks if CPython no longer calls these methods.
 """
 
 import errno
@@ -21,17 +27,25 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
-from typing import Any, NamedTuple
+from multiprocessing.popen_spawn_posix import Popen
+from typing import Any, NamedTuple, Self
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpu_affinity import limit_thread_to
-from mpwatch.os_support.cpython_private import get_logging_setup, get_original_dir
+from mpwatch.os_support.cpython_private import (
+    forget_child,
+    get_logging_setup,
+    get_original_dir,
+    get_popen,
+    make_fds_finalizer,
+)
 from mpwatch.os_support.descriptors import grow_pipe
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
 from mpwatch.os_support.signals import send_signal_to_main_thread
@@ -39,6 +53,7 @@ from mpwatch.wire.launch import LaunchInfo, RankProcess
 
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
+UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
 TOLERATE_FAILURE = suppress(ProcessLookupError, PermissionError)  # a setuid helper, for example, may not be signalled
 STATUS_SECONDS = 0.05  # a sentinel that is a pipe becomes readable shortly before the exit code is there
 POLL_SECONDS = 0.001
@@ -55,14 +70,37 @@ class Surroundings(NamedTuple):
     cpus: frozenset[int] | None  # None: those of this process
 
 
-class SpawnedRank:
-    """`pid` is also the number of the process group. `sentinel` is readable when the rank is dead."""
+class RankPopen(Popen):
+    """The process of one rank. `pid` is also the number of its process group.
 
-    def __init__(self, launch_info: LaunchInfo, name: str, around: Surroundings) -> None:
-        """Start a rank. `launch_info` is what it reads first. Raises OSError, RuntimeError."""
+    Any thread may call the methods of multiprocessing (`poll`, `wait`, `terminate`, `kill`, `close`), but only the watcher
+    thread `reap`, `abandon` and `read_exit_code`.
+    """
+
+    pid: int
+    returncode: int | None
+
+    @classmethod
+    def start(cls, launch_info: LaunchInfo, name: str, surroundings: Surroundings) -> Self:
+        """Start a rank. `launch_info` is what it reads first. Raises OSError, RuntimeError, AssertionError."""
+        process = _WatchedProcess(launch_info, name, surroundings)
+        process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
+        # Kept here, because the calling program may close any Process that multiprocessing.active_children() returns.
+        popen: Self = get_popen(process)
+        return popen
+
+    def __init__(self, process: "_WatchedProcess") -> None:
+        self.name = process.name
+        self._process: _WatchedProcess | None = process
+        self._lock = threading.Lock()
         self._is_reaped = False
+        self._is_exit_code_known = True
+        super().__init__(process)  # calls `_launch`
+
+    def _launch(self, process: "_WatchedProcess") -> None:
         tracker_fd: Any = resource_tracker.getfd()
-        data = _pickle_process(launch_info, name)
+        around = process.surroundings
+        data = self._pickle(process)
         with ExitStack() as stack:
             child_r, parent_w = os.pipe()
             stack.callback(os.close, parent_w)
@@ -82,19 +120,43 @@ class SpawnedRank:
             stack.callback(os.waitpid, self.pid, 0)
             stack.callback(os.kill, self.pid, signal.SIGKILL)
             pidfd = open_pidfd(self.pid)
-            # The pipe stays open, because parent_process() in the rank watches it. Without a pidfd it is also the sentinel.
+            if pidfd is not None:
+                stack.callback(os.close, pidfd)
+            # The pipe stays open, because parent_process() in the child watches it. Without a pidfd it is also the sentinel.
             self.sentinel = parent_w if pidfd is None else pidfd
-            self._fds = {parent_w, self.sentinel}
+            self.finalizer = make_fds_finalizer(self, {parent_w, self.sentinel})
             stack.pop_all()
+
+    def _pickle(self, process: "_WatchedProcess") -> bytes:
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            pickle.dump(_make_preparation_data(process), data)
+            reduction.dump(process, data)
+        finally:
+            set_spawning_popen(None)
+        return data.getvalue()
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code, UNKNOWN_EXIT if the system has lost it, or None while the rank runs. Does not reap."""
+        if self.returncode is not None:
+            return self.returncode
+        try:
+            # Without the lock: another thread may join the rank meanwhile, and must not keep the watcher from stopping it.
+            code, is_known = peek_exit_code(self.pid, block=not flag & os.WNOHANG), True
+        except ChildProcessError:
+            code, is_known = UNKNOWN_EXIT, False
+        with self._lock:
+            if self.returncode is None:
+                self._is_exit_code_known, self.returncode = is_known, code
+            return self.returncode
 
     def read_exit_code(self) -> int | None:
         """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger (ptrace) has it."""
         deadline = monotonic() + STATUS_SECONDS
-        with suppress(ChildProcessError):
-            while (code := peek_exit_code(self.pid)) is None and monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            return code
-        return None
+        while (code := self.poll()) is None and monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
         """Wait until a time of CLOCK_MONOTONIC. Return whether the rank has ended."""
@@ -102,49 +164,76 @@ class SpawnedRank:
 
     def send_signal_to_group(self, number: int) -> None:
         """Send a signal to the rank, and to all other processes in the rank's process group."""
-        if self._is_reaped:
-            return
+        with self._lock:
+            if not self._is_reaped:
+                self._signal_group(number)
+
+    def send_signal(self, number: int) -> None:
+        with self._lock, TOLERATE_FAILURE:
+            if not self._is_reaped:
+                os.kill(self.pid, number)
+
+    def send_signal_to_main_thread(self, number: int) -> None:
+        with self._lock, TOLERATE_FAILURE:
+            if not self._is_reaped:
+                send_signal_to_main_thread(self.pid, number)
+
+    def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process call
+        self.send_signal_to_group(sig)
+
+    def _signal_group(self, number: int) -> None:
         with TOLERATE_FAILURE:
             os.killpg(self.pid, number)
         with TOLERATE_FAILURE:
             if os.getpgid(self.pid) != self.pid:  # the rank has joined another group
                 os.kill(self.pid, number)
 
-    def send_signal(self, number: int) -> None:
-        with TOLERATE_FAILURE:
-            if not self._is_reaped:
-                os.kill(self.pid, number)
-
-    def send_signal_to_main_thread(self, number: int) -> None:
-        with TOLERATE_FAILURE:
-            if not self._is_reaped:
-                send_signal_to_main_thread(self.pid, number)
-
     def reap(self) -> None:
         """Kill what is left in the group of a dead rank, and reap the rank, unless a debugger (ptrace) holds it."""
         self.read_exit_code()
-        self.send_signal_to_group(signal.SIGKILL)
-        with suppress(ChildProcessError):  # other code has reaped it
-            os.waitpid(self.pid, os.WNOHANG)
-        self.abandon()
+        with self._lock:
+            if not self._is_reaped:
+                self._signal_group(signal.SIGKILL)
+                with suppress(ChildProcessError):  # other code has reaped it
+                    os.waitpid(self.pid, os.WNOHANG)
+                self._is_reaped = True
+        self._release()
 
     def abandon(self) -> None:
-        """Close the descriptors of a rank. One that cannot be killed will be a zombie until the program ends."""
-        self._is_reaped = True
-        for fd in self._fds:
-            os.close(fd)
+        """Close the descriptors of a rank that cannot be killed or reaped. It will be a zombie until the program ends."""
+        with self._lock:
+            self._is_reaped = True
+        self._release()
+
+    def _release(self) -> None:
+        # Not Process.close(): another thread may be in join(), as multiprocessing is when the calling program ends.
+        self.close()
+        # Process and RankPopen refer to each other. Without this, a program that has switched the garbage collector off
+        # would keep both objects, with the environment of each rank.
+        process, self._process = self._process, None
+        if process is not None:
+            forget_child(process)
+
+    def close(self) -> None:
+        """Those of a running rank stay open, because the watcher waits for it."""
+        if self._is_reaped:
+            super().close()
 
 
-def _pickle_process(launch_info: LaunchInfo, name: str) -> bytes:
-    process: Any = RankProcess(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
-    data = io.BytesIO()
-    set_spawning_popen(process)  # any object: without one, multiprocessing pickles no authentication key
-    try:
-        pickle.dump(_make_preparation_data(process), data)
-        reduction.dump(process, data)
-    finally:
-        set_spawning_popen(None)
-    return data.getvalue()
+class _WatchedProcess(RankProcess):
+    """In the watcher: the multiprocessing.Process of a rank. In the rank, the class of the Process object is RankProcess."""
+
+    def __init__(self, launch_info: LaunchInfo, name: str, surroundings: Surroundings) -> None:
+        super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
+        self.surroundings = surroundings
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802  multiprocessing's name for it
+        return RankPopen(process_obj)
+
+    def __reduce__(self) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != "surroundings"}
+        return RankProcess.__new__, (RankProcess,), state
 
 
 def _fill_pipe(pipe: int, data: bytes) -> None:
