@@ -49,7 +49,7 @@ class ExceptionEncoder:
         self.nodes = [_encode_node(exception, index) for exception in self._errors]
 
     def plain(self) -> bytes:
-        sources = source_lines.collect_for_files({frame["file"] for node in self.nodes for frame in node["frames"]})
+        sources = source_lines.collect({frame["file"] for node in self.nodes for frame in node["frames"]})
         return marshal.dumps({"nodes": self.nodes, "traceback": _format_traceback(self._errors[0]), "sources": sources})
 
     def details(self) -> bytes:

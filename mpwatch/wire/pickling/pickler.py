@@ -173,7 +173,7 @@ class Pickler(cloudpickle.Pickler):
     def _reduce_code(self, code: CodeType) -> Reduced:
         name = code.co_filename
         if name not in self.sources:
-            self.sources[name] = source_lines.collect_for_code([code])
+            self.sources[name] = source_lines.collect([name])
         return definitions.make_code, (GET_CODE_ARGS(code), self.sources[name])
 
     # --- Classes
