@@ -83,10 +83,10 @@ def load_exception(data: bytes, message: str, members: list[BaseException]) -> B
     error = return_values.loads(data)
     if type(error) is tuple:
         cls, args, attributes = error
-        # without __init__, whose arguments are not known
-        error = find_builtin_base(cls).__new__(cls, *((message, members) if members else ()))
-        if not members:
-            set_builtin_attribute(error, "args", args)
+        base = find_builtin_base(cls)
+        args = (message, members) if members else args
+        error = base.__new__(cls, *args)
+        base.__init__(error, *args)  # not that of the class, whose arguments are not known
         for name, value in attributes.items():
             BaseException.__setattr__(error, name, value)  # the class may forbid it
     if not issubclass(type(error), BaseException):
@@ -137,8 +137,6 @@ def _set_references(error: BaseException, node: ExceptionNode, built: dict[int, 
 class ExceptionHeader:
     """The name and text of one exception, and the file in which it was raised (empty if unknown)."""
 
-    __slots__ = ("name", "raised_in", "text")
-
     def __init__(self, node: ExceptionNode) -> None:
         self.name: str = node["name"]
         self.text: str = node["text"]
@@ -161,9 +159,4 @@ def read_summary(plain: bytes) -> str:
 
 
 def read_traceback_text(plain: bytes) -> str:
-    """Return the text of the traceback. If the rank could not make this text, make it from the names, texts and frames."""
-    import traceback
-
-    content = marshal.loads(plain)
-    text: str = content["traceback"]
-    return text or "".join(traceback.format_exception(build_graph(content["nodes"])))
+    return str(marshal.loads(plain)["traceback"])
