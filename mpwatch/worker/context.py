@@ -116,7 +116,7 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
         ValueError: the report has more than about 4,000 bytes.
     """
     if _heartbeats is not None:
-        numbers = {name: value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
+        numbers = {str(name): value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
         _heartbeats.write_report(_to_int("step", step), _to_int("total", total), numbers)
 
 
