@@ -142,7 +142,7 @@ class StackDumpParser:
             if stack.startswith(OTHER_THREADS_HEAD):
                 others.append(stack)
             elif thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
-                continue  # the kernel has given the signal to this thread: see `send_signal_to_main_thread`
+                continue  # the kernel has given the signal to this thread
             elif thread is None:
                 native_stack = native_stack or stack
                 if not python_stack and _is_whole(native_stack):

@@ -244,13 +244,13 @@ class Rank:
         """Make faulthandler write the main thread's stack, if the rank has not begun to answer this stack request.
 
         While the main thread runs C code, Python runs no signal handler. If it does run Python code, as in the handler that
-        answers, faulthandler can crash it. The signal goes to the main thread, because faulthandler writes the stack of the
-        one that gets it.
+        answers, faulthandler can crash it. It writes the stack of the thread that gets the signal: with Linux, of the main
+        thread, unless another signal is waiting for that.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
-            self.process.send_signal_to_main_thread(NATIVE_DUMP_SIGNAL)
+            self.process.send_signal(NATIVE_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Not a stopped rank, nor one that has replaced itself with another program. One that has closed its end of the
