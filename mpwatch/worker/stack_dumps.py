@@ -26,7 +26,6 @@ import faulthandler
 import os
 import sys
 import threading
-import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -45,8 +44,8 @@ MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
 LEFT_OUT_STACKS = f"\n{OTHER_THREADS_HEAD}\n  (their stacks are left out: all stacks together exceed 64 KiB)\n".encode()
 
 c_enable = faulthandler.enable
-_crash_fd: int  # the descriptor of the last CrashFile
-_crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has chosen another file
+_crash_fd: int  # where faulthandler writes the stack of a crash
+_has_own_file = False  # whether the function has chosen another file
 
 
 def register_stack_dumps(pipe: int) -> int:
@@ -68,7 +67,7 @@ def register_stack_dumps(pipe: int) -> int:
 
 def redirect_crash_stack(target: socket.socket) -> None:
     """Make faulthandler write the stack of a crash into this socket, unless the function has chosen another file."""
-    if _crash_file() is not None:
+    if not _has_own_file:
         fd = target.detach()
         status = os.fstat(fd)
         _enable_crash_stack(fd)
@@ -76,34 +75,19 @@ def redirect_crash_stack(target: socket.socket) -> None:
 
 
 def _enable_crash_stack(fd: int) -> None:
-    global _crash_file, _crash_fd
-    file = CrashFile(fd)
-    c_enable(file=file, all_threads=False)
-    _crash_file, _crash_fd = weakref.ref(file), fd
+    global _crash_fd
+    _crash_fd = fd
+    c_enable(file=fd, all_threads=False)
 
 
 def _enable_for_user(file: Any = None, *args: Any, **options: Any) -> None:
     """Replace `faulthandler.enable`: the stack of a crash that would go to stderr goes to the watcher, for its report."""
-    if file is None or file is sys.stderr:
-        _enable_crash_stack(_crash_fd)
-    else:
+    global _has_own_file
+    _has_own_file = file is not None and file is not sys.stderr
+    if _has_own_file:
         c_enable(file, *args, **options)
-
-
-class CrashFile:
-    """Only faulthandler refers to it, so it is deleted, and `_crash_file()` is None, once the function has chosen another
-    file.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        """Return the descriptor. faulthandler calls this method once."""
-        return self._fd
-
-    def flush(self) -> None:
-        """Do nothing, because faulthandler has no buffer to flush."""
+    else:
+        _enable_crash_stack(_crash_fd)
 
 
 class StackWriter:
