@@ -7,7 +7,6 @@ torch when a rank starts.
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False
@@ -53,11 +52,8 @@ class _ChangingLoader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """If `change` cannot import what it needs, the user's import still succeeds."""
-        with suppress(ValueError):
-            sys.meta_path.remove(self._finder)
+        sys.meta_path.remove(self._finder)
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        with suppress(ImportError, OSError):  # the package was removed or cannot be read any more
-            self._finder.change(module)
+        self._finder.change(module)
