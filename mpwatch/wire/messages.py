@@ -64,8 +64,6 @@ class Message:
     closes `fd`, which comes with DEBUGGER and COLLECTIVES.
     """
 
-    __slots__ = ("body", "fd", "file", "kind", "stamp")
-
     def __init__(self, kind: MessageKind, stamp: float, body: bytes) -> None:
         self.kind = kind
         self.stamp = stamp
@@ -84,14 +82,6 @@ def encode_call(number: int, body: bytes) -> bytes:
     return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
 
 
-def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
-    """Return the message's kind, time and body length. Raises ValueError if `head` is not a header of mpwatch."""
-    magic, kind, stamp, length = HEADER.unpack_from(head)
-    if magic != MAGIC:
-        raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
-    return MessageKind(kind), stamp, length
-
-
 class FrameDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -101,10 +91,12 @@ class FrameDecoder:
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:
-            kind, stamp, length = parse_header(self._buffer)
+            magic, kind, stamp, length = HEADER.unpack_from(self._buffer)
+            if magic != MAGIC:
+                raise ValueError(f"not a message of mpwatch: {bytes(self._buffer[:32])!r}")
             end = HEADER.size + length
             if len(self._buffer) < end:
                 break
-            messages.append(Message(kind, stamp, bytes(self._buffer[HEADER.size : end])))
+            messages.append(Message(MessageKind(kind), stamp, bytes(self._buffer[HEADER.size : end])))
             del self._buffer[:end]
         return messages

@@ -155,7 +155,7 @@ def start(channel: Channel) -> None:
 def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
-        if not channel.send_socket(MessageKind.COLLECTIVES, theirs.fileno(), purpose):
+        if not channel.send(MessageKind.COLLECTIVES, purpose, fd=theirs.fileno()):
             raise OSError("the channel to the watcher is closed")
     return ours
 
