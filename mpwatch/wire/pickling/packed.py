@@ -106,17 +106,6 @@ class Packed:
         return at, buffer.nbytes
 
 
-class Discarded:
-    """Takes the place of a `Packed`, to find out whether an object can be pickled."""
-
-    def write(self, _: object) -> None:
-        pass
-
-    def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        buffer.raw()  # raises if the buffer is not contiguous
-        return False
-
-
 def map_packed(fd: int) -> memoryview:
     """Map the file of a `Packed` into memory. Raises OSError."""
     size = os.fstat(fd).st_size
