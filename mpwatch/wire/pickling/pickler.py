@@ -10,14 +10,10 @@ those of a base. It copies the globals of other modules into wrappers of decorat
 """
 
 import abc
-import ast
 import copyreg
 import dis
-import inspect
 import re
 import sys
-import textwrap
-import threading
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -102,8 +98,6 @@ class Pickler(cloudpickle.Pickler):
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
-        if issubclass(kind, threading.local):
-            return NEW_OBJECT, (kind,), vars(obj)
         if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
             from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
 
@@ -188,6 +182,8 @@ class Pickler(cloudpickle.Pickler):
             return getattr, (module, cls.__qualname__)
         if not cls.__flags__ & HEAP_TYPE:
             return NotImplemented
+        if hasattr(cls, "__struct_config__"):
+            raise TypeError("a msgspec.Struct can be sent only if it is defined in a module")
         attributes = {
             name: value
             for name, value in vars(cls).items()
@@ -209,12 +205,9 @@ class Pickler(cloudpickle.Pickler):
         for name in ("__annotate_func__", "__annotations_cache__"):
             attributes.pop(name, None)
         puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", NOTHING), texts=_iterate_texts(annotations))
-        state = attributes, registered, _find_hook_keywords(cls), puts, self.is_call
-        options: dict[str, Any] = {}
-        if hasattr(cls, "__struct_config__"):
-            options = _describe_struct(cls, body, attributes)
+        state = attributes, registered, puts, self.is_call
         meta = None if type(cls) is type(cls.__bases__[0]) else type(cls)
-        args = get_id(cls), meta, cls.__name__, cls.__bases__, body, options
+        args = get_id(cls), meta, cls.__name__, cls.__bases__, body
         return definitions.make_class, args, state, None, None, definitions.fill_class
 
     # --- Other objects
@@ -371,41 +364,6 @@ def _iterate_texts(annotations: Mapping[str, Any]) -> Iterator[str]:
 
 def _is_type(value: object) -> bool:
     return isinstance(value, type | FunctionType | ModuleType) or type(value).__module__ in TYPING_MODULES
-
-
-def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a class of msgspec, whose metaclass is in C, and needs its fields when it makes the class."""
-    import msgspec
-
-    del body["__slots__"]
-    body["__annotations__"] = annotations = attributes.get("__annotations__", {})
-    for each in msgspec.structs.fields(cls):
-        if each.name in annotations:
-            options = {"default": each.default, "default_factory": each.default_factory, "name": each.encode_name}
-            body[each.name] = Loaded(definitions.call_in, "", msgspec.field, (), options)
-    for name in [name for name in attributes if name.startswith(("__struct_", "__match_args__"))]:
-        del attributes[name]
-    keyword_only = inspect.signature(cls).parameters.values()
-    config = {name: getattr(cls.__struct_config__, name) for name in dir(cls.__struct_config__) if not name.startswith("_")}
-    return {**config, "kw_only": all(each.kind is each.KEYWORD_ONLY for each in keyword_only if each.name in annotations)}
-
-
-def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
-    """Return the keywords of the class statement if an `__init_subclass__` of a module may register the class there."""
-    base = next(base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base))
-    module = _module_of(base)
-    if module is None or _travels(module) or module.__name__.partition(".")[0] in sys.stdlib_module_names:
-        return None
-    try:
-        statement: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-        names = vars(sys.modules[cls.__module__])
-        return {
-            each.arg: names[each.value.id] if isinstance(each.value, ast.Name) else ast.literal_eval(each.value)
-            for each in statement.keywords
-            if each.arg not in {"metaclass", None}
-        }
-    except (OSError, TypeError, SyntaxError, ValueError, KeyError, AttributeError):  # no source, or other expressions
-        return None
 
 
 # --- Reducers
