@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from mpwatch.wire.pickling.call_payload import FunctionCall
     from mpwatch.wire.pickling.packed import Packed
 
-    ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
+    ReceivedCall = tuple[int, bytes, list[int]]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
 _first_excepthook = sys.excepthook  # before any call
@@ -81,7 +81,6 @@ def main(launch_info: LaunchInfo) -> None:
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)
     _serve(channel, deferred_signals, preload_error, capture_locals=launch_info.capture_locals)
-    _answer_last_request()
     deferred_signals.restore_for_exit()
     _destroy_torch_process_group()
     _report_exit_blockers(channel)
@@ -129,14 +128,6 @@ def _answer_when_used(channel: Channel, module: ModuleType) -> None:
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
-
-
-def _answer_last_request() -> None:
-    """If the watcher has asked for the rank's collectives, answer the watcher before the rank exits."""
-    if "mpwatch.worker.collectives" in sys.modules:
-        from mpwatch.worker import collectives
-
-        collectives.answer_last_request()
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
