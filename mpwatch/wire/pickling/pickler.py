@@ -159,7 +159,7 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_function(self, fn: FunctionType) -> Reduced:
         annotations = _get_annotations(fn)
-        puts = self._find_globals(fn, fn.__globals__, _find_global_names(fn.__code__), _iterate_texts(annotations))
+        puts = self._find_globals(fn, fn.__globals__, find_global_names(fn.__code__), _iterate_texts(annotations))
         state = GET_ATTRIBUTES(fn), annotations, vars(fn), puts, _find_submodules(fn, puts)
         args = fn.__code__, self._get_namespace(fn.__globals__), fn.__closure__
         return definitions.make_function, args, state, None, None, definitions.fill_function
@@ -310,7 +310,7 @@ def _find_defining_module(cls: type) -> Any:
 _global_names: WeakKeyDictionary[CodeType, dict[str, None]] = WeakKeyDictionary()
 
 
-def _find_global_names(code: CodeType) -> dict[str, None]:
+def find_global_names(code: CodeType) -> dict[str, None]:
     """Return the names of globals that the code uses, those in its local classes too, and in `globals()["name"]`."""
     names = _global_names.get(code)
     if names is None:
@@ -319,7 +319,7 @@ def _find_global_names(code: CodeType) -> dict[str, None]:
             names.update((each, None) for each in code.co_consts if isinstance(each, str) and each.isidentifier())
         for each in code.co_consts:
             if isinstance(each, CodeType):
-                names.update(_find_global_names(each))
+                names.update(find_global_names(each))
         _global_names[code] = names
     return names
 
