@@ -1,23 +1,15 @@
 """Writes stacks into the rank's stack pipe after a crash, and when the watcher asks for them. This module runs in a rank.
 
-The watcher asks by one of two signals, because either signal works where the other one fails:
+The watcher asks by one of two signals, and neither handler blocks: if the pipe is full, the rest of the stacks is lost.
 
-- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler writes
-  the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
-  also delay the Python handler, for example a wait in a collective of gloo.
-- For NATIVE_DUMP_SIGNAL, the module faulthandler installs a handler in C. The C handler runs at once, even while a thread
-  holds the GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread
-  enters or leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame,
-  Python 3.11 to 3.13 can crash. In Python 3.14, the C handler does not crash at an invalid frame, but leaves out the callers
-  of this frame. In a test, the main thread ran `sorted(key=function)`: up to 6 % of the C handler's dumps crashed Python
-  3.11 to 3.13, and 4 % of the dumps of Python 3.14 were incomplete.
+- PYTHON_DUMP_SIGNAL comes first. Its handler in Python writes the stacks of all threads. It does not run while the main
+  thread computes in C code, or in some waits, such as a collective of gloo.
+- For NATIVE_DUMP_SIGNAL, faulthandler installs a handler in C, which runs at once, and writes only the main thread's stack.
+  While a thread enters or leaves a function, its frame is invalid for a moment. In a test with `sorted(key=function)`, up to
+  6 % of these dumps crashed Python 3.11 to 3.13, and 4 % of those of Python 3.14 lacked callers.
 
-The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
-begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is
-full, the rest of the stacks is lost.
-
-PYTHON_DUMP_SIGNAL can interrupt a system call of a C library. The interrupted system call fails with EINTR. If the user has
-set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
+PYTHON_DUMP_SIGNAL can interrupt a system call of a C library, which fails with EINTR, and a tracer (`sys.settrace`) sees the
+frames of its handler.
 """
 
 from __future__ import annotations

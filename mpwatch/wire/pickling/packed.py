@@ -116,14 +116,12 @@ def map_packed(fd: int) -> memoryview:
 
 
 class Unpacked:
-    """The content of a `Packed`: its body, or the mapped file. Raises ValueError if the bytes are none."""
+    """The content of a `Packed`: its body, or the mapped file."""
 
     def __init__(self, content: bytes | memoryview) -> None:
         data = memoryview(content)
         end = len(data) - TRAILER.size
-        size, buffers = TRAILER.unpack(data[end:]) if end >= 0 else (1, 0)
-        if size > end:
-            raise ValueError("these bytes contain no pickles of mpwatch")
+        size, buffers = TRAILER.unpack(data[end:])
         if buffers and data.readonly:  # the file was copied into a message
             data = memoryview(bytearray(data))
         self._data = data
