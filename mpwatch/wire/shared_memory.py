@@ -58,8 +58,8 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    os.pwrite(fd, CLEARED + bytes(HEARTBEAT_SIZE), slot * SLOT_SIZE + STOP_AT)
-    record_interrupt(fd, slot, 0)
+    """In the watcher: clear what the previous call of the rank has left."""
+    os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
@@ -120,10 +120,8 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
     """In the watcher: return the rank's last heartbeat and report. Leave out a report whose checksum is wrong."""
-    size = NO_REPORT.size  # most ranks report nothing
     for _ in range(MAX_READS):
-        data = os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT)
-        size = HEARTBEAT_SIZE
+        data = os.pread(fd, HEARTBEAT_SIZE, slot * SLOT_SIZE + HEARTBEAT_AT)
         (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
         checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
         body = data[NO_REPORT.size :][:length]
@@ -132,11 +130,6 @@ def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
         if not length:
             break
     return HeartbeatSample(heartbeat_at or None, None)
-
-
-def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear what the previous call of an idle rank has left."""
-    os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
 def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:

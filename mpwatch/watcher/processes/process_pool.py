@@ -55,7 +55,6 @@ from mpwatch.wire.shared_memory import (
     HeartbeatSample,
     clear_slot,
     get_stop_memory,
-    prepare_slot,
     read_heartbeat,
     read_heartbeat_time,
     record_interrupt,
@@ -155,12 +154,10 @@ class ProcessPool:
         return rank
 
     def _allocate_slot(self, rank: int) -> int:
-        if rank in self._slots:  # this rank was started before
-            clear_slot(self._slots_fd, self._slots[rank])
-        else:
+        if rank not in self._slots:  # else it was started before
             self._slots[rank] = len(self._slots)
             os.ftruncate(self._slots_fd, len(self._slots) * SLOT_SIZE)
-            prepare_slot(self._slots_fd, self._slots[rank])
+        clear_slot(self._slots_fd, self._slots[rank])
         return self._slots[rank]
 
     def send_call(self, rank: Rank, number: int, payload: Payload) -> None:
@@ -192,7 +189,7 @@ class ProcessPool:
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def begin_call(self, rank: Rank) -> None:
-        prepare_slot(self._slots_fd, self._slots[rank.number])
+        clear_slot(self._slots_fd, self._slots[rank.number])
         rank.observations.stderr_tail.clear()
 
     def reap(self, rank: Rank) -> None:
