@@ -22,7 +22,10 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
+from traceback import walk_stack
 from typing import TYPE_CHECKING
+
+import torch
 
 from mpwatch import torch_private
 from mpwatch.os_support.clock import wall_time
@@ -34,7 +37,7 @@ from mpwatch.wire.messages import MessageKind
 from mpwatch.worker import stack_dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import FrameType, ModuleType
     from typing import Any
 
@@ -46,21 +49,6 @@ MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_gr
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
 ROOT_ARGUMENTS = ("src", "dst")
 GROUP_ROOT_ARGUMENTS = ("group_src", "group_dst")  # ranks within the group
-# The names of torch's dtypes in the flight recorder, where they differ from the names in Python by more than upper case.
-DTYPE_NAMES = {
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-    "Half": "float16",
-    "Float": "float32",
-    "Double": "float64",
-    "ComplexHalf": "complex32",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
-
 # The names of functions that gloo records under another name.
 RECORDED_NAMES = {"reduce_scatter_tensor": "all_reduce", "reduce_scatter_single": "all_reduce"}
 
@@ -168,7 +156,7 @@ def _answer_requests(requests: socket.socket) -> None:
 
 def describe_rank() -> RankCollectives:
     """Return the latest collectives, from the oldest to the newest, and the place in the code where the main thread is."""
-    frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+    frames = [frame for frame, _ in walk_stack(sys._current_frames()[threading.main_thread().ident or 0])]
     try:
         return _describe_rank(frames)
     finally:
@@ -249,12 +237,6 @@ def _get_backend(entry: Mapping[str, Any]) -> str:
     return str(entry["profiling_name"]).partition(":")[0]
 
 
-def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
     group, description = entry["process_group"]
     noted = _groups.get(group)
@@ -284,7 +266,8 @@ def _get_operation(entry: Mapping[str, Any]) -> str:
 
 
 def _name_dtype(name: str) -> str:
-    return DTYPE_NAMES.get(name, name.lower())
+    """Return "float32" for "Float", as the flight recorder calls it."""
+    return str(getattr(torch, name.lower(), name.lower())).removeprefix("torch.")
 
 
 def _format_user_place(frames: list[FrameType]) -> str:

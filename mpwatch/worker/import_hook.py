@@ -12,9 +12,9 @@ from importlib.machinery import PathFinder
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
 
 class ModuleFinder:
@@ -36,24 +36,15 @@ class ModuleFinder:
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ChangingLoader(spec.loader, self)  # type: ignore[assignment]  # typeshed wants optional methods, too
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                sys.meta_path.remove(self)
+                del loader.exec_module
+                execute(module)
+                self.change(module)
+
+            loader.exec_module = execute_and_change
         return spec
-
-
-class _ChangingLoader:
-    """Loads a module with the module's own loader, and then changes the module."""
-
-    def __init__(self, loader: Loader, finder: ModuleFinder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.meta_path.remove(self._finder)
-        assert module.__spec__ is not None
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._finder.change(module)
