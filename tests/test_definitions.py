@@ -642,3 +642,28 @@ for thing in Trainer, Trainer():
 def test_the_part_is_named_with_its_own_reason():
     reason = "is a _thread.lock, which cannot be sent to the ranks (TypeError: cannot pickle '_thread.lock' object)"
     assert python("-c", REFUSED).stdout == f"args[0].lock {reason}\nargs[0].__class__.lock {reason}\n"
+
+
+RARE = """
+import contextvars, threading
+import msgspec
+import mpwatch
+
+class Local(threading.local):
+    pass
+
+class Point(msgspec.Struct):
+    x: int
+
+for thing in contextvars.ContextVar("name"), threading.local(), Local(), Point:
+    try:
+        mpwatch.run(print, 1, args=(thing,))
+    except mpwatch.LaunchError as error:
+        print(str(error).partition(",")[0])
+"""
+
+
+@pytest.mark.skipif(find_spec("msgspec") is None, reason="needs msgspec")
+def test_rare_objects_of_a_script_are_refused():
+    refused = "_contextvars.ContextVar", "_thread._local", "__main__.Local", "msgspec._core.StructMeta"
+    assert python("-c", RARE).stdout.splitlines() == [f"args[0] is a {kind}" for kind in refused]
