@@ -47,7 +47,6 @@ def main(orders: int, watcher: int | None = None) -> None:
 
 
 def read_available(orders: int) -> bytes | None:
-    """Return the bytes that have arrived, or None at the end of the stream."""
     data = b""
     while True:
         try:

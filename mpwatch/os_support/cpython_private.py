@@ -70,7 +70,6 @@ c_sigmask = _signal.pthread_sigmask
 
 
 def get_original_dir() -> str | None:
-    """Return the folder in which the program was started."""
     # Spawn passes this folder to the child for the "" in sys.path. Without this name, the ranks of a program that has
     # changed its folder since its start find other modules.
     folder: str | None = mp_process.ORIGINAL_DIR

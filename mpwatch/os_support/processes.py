@@ -24,7 +24,6 @@ class ProcessState:
         self._caught = caught
 
     def catches(self, signum: int) -> bool:
-        """Return whether the process has a handler for this signal."""
         return bool(self._caught >> (signum - 1) & 1)
 
 

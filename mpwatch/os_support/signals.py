@@ -41,7 +41,6 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from signals to their handlers. The dict contains only signals whose handler is a Python function."""
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 
 class LaunchInfo:
-    """The descriptors and the settings of a new rank."""
-
     def __init__(
         self,
         worker: dict[str, object],

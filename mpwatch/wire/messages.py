@@ -76,7 +76,6 @@ def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = Non
 
 
 def encode_call(number: int, body: bytes) -> bytes:
-    """Return the bytes of a CALL message, whose body is the number of the call and the packed call."""
     return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
 
 

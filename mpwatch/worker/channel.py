@@ -28,7 +28,6 @@ class Channel:
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None, *, fd: int | None = None) -> bool:
-        """Send a message, perhaps with a descriptor."""
         data = encode_frame(kind, body, stamp)
         try:
             with self._lock:

@@ -271,7 +271,6 @@ def _name_dtype(name: str) -> str:
 
 
 def _format_user_place(frames: list[FrameType]) -> str:
-    """Return the place of the innermost frame of user code, which comes first, or ""."""
     if not frames:
         return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]

@@ -53,7 +53,6 @@ def begin_call() -> None:
 
 
 def stop_heartbeats() -> None:
-    """Record that no more heartbeats will come from this rank, because its function has returned."""
     if _heartbeats is not None:
         _heartbeats.stop()
 

@@ -25,14 +25,12 @@ class ModuleFinder:
         self.change = change
 
     def install(self) -> None:
-        """If the module is already loaded, change it now. If the module is not loaded yet, change it after its import."""
         if self._name in sys.modules:
             self.change(sys.modules[self._name])
         else:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the module that this finder changes, or None for any other module."""
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)

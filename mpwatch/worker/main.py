@@ -64,7 +64,6 @@ _first_excepthook = sys.excepthook  # before any call
 
 
 def main(launch_info: LaunchInfo) -> None:
-    """Run a rank from its start to its exit."""
     _die_with_watcher(launch_info.guardian_fds)
     _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
@@ -124,7 +123,6 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Change `module`, so that the rank begins to report its collectives when it creates its first process group."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)

@@ -35,7 +35,7 @@ def set_builtin_attribute(error: BaseException, name: str, value: object) -> Non
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, even if the exception is a frozen dataclass."""
+    """Also to a frozen dataclass."""
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 

@@ -35,7 +35,6 @@ def collect(names: Iterable[str]) -> dict[str, str]:
 
 
 def get_ipython_shell() -> Any:
-    """Return IPython's shell object, or None if this program does not run in IPython."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 

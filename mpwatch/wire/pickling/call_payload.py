@@ -83,8 +83,6 @@ class Payload(Packed):
 
 
 class FdPlaceholder:
-    """Replaces a descriptor in the pickled arguments of a call."""
-
     def __init__(self, index: int) -> None:
         self.index = index
 

@@ -80,10 +80,6 @@ class Packed:
             write_all(self.file.fileno(), end)
         return self
 
-    @property
-    def size(self) -> int:
-        return len(self.body) if self.file is None else os.fstat(self.file.fileno()).st_size
-
     def close(self) -> None:
         if self.file is not None:
             self.file.close()

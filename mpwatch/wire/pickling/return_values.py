@@ -45,7 +45,6 @@ def pack_none() -> bytes:
 
 
 def find_refused(value: Any) -> Any:
-    """Return the part of the value that cannot be pickled."""
     packed = Packed("mpwatch-value", MAX_INLINE_SIZE)
     pickler = _make_pickler(packed, packed.keep)
     with suppress(Exception), closing(packed):
