@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mpwatch.wire.pickling.pickler import find_global_names
-
 MAX_PARTS = 100_000  # to look at
 ATOMS = (int, float, complex, str, bytes, types.NoneType)
 Part = tuple[str, Any]  # the text that the part adds to the path, and the part itself
@@ -65,6 +63,8 @@ def _iterate_parts(thing: Any) -> Iterator[Part]:
 
 
 def _iterate_function_parts(fn: types.FunctionType) -> Iterator[Part]:
+    from mpwatch.wire.pickling.pickler import find_global_names  # not at the top: it imports cloudpickle
+
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
         try:
             yield f" closes over {name!r}", cell.cell_contents
