@@ -118,26 +118,22 @@ def make_code(args: Any, sources: dict[str, str]) -> CodeType:
 # --- Classes
 
 
-def make_class(number: str | None, meta: Any, name: str, bases: Any, body: dict[str, Any]) -> Any:
-    cls = None if number is None else _by_id.get(number)
-    if cls is None:
-        meta = meta or type(bases[0])
-        hidden = list(_hide_hooks(bases))
-        try:
-            cls = _find_in_c(meta, "__new__")(meta, name, bases, body)
-            _find_in_c(meta, "__init__")(cls, name, bases, body)
-        finally:
-            for base, hook in hidden:
-                type.__setattr__(base, "__init_subclass__", hook)
-        if hasattr(meta, "register"):
-            from abc import ABCMeta
+def make_class(meta: Any, name: str, bases: Any, body: dict[str, Any]) -> Any:
+    meta = meta or type(bases[0])
+    hidden = list(_hide_hooks(bases))
+    try:
+        cls = _find_in_c(meta, "__new__")(meta, name, bases, body)
+        _find_in_c(meta, "__init__")(cls, name, bases, body)
+    finally:
+        for base, hook in hidden:
+            type.__setattr__(base, "__init_subclass__", hook)
+    if hasattr(meta, "register"):
+        from abc import ABCMeta
 
-            if issubclass(meta, ABCMeta):
-                from _abc import _abc_init  # type: ignore[import-not-found]
+        if issubclass(meta, ABCMeta):
+            from _abc import _abc_init  # type: ignore[import-not-found]
 
-                _abc_init(cls)
-        _remember(number, cls)
-        _unfilled.add(id(cls))
+            _abc_init(cls)
     return cls
 
 

@@ -207,8 +207,8 @@ class Pickler(cloudpickle.Pickler):
         puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", NOTHING), texts=_iterate_texts(annotations))
         state = attributes, registered, puts, self.is_call
         meta = None if type(cls) is type(cls.__bases__[0]) else type(cls)
-        args = get_id(cls), meta, cls.__name__, cls.__bases__, body
-        return definitions.make_class, args, state, None, None, definitions.fill_class
+        args = get_id(cls), definitions.make_class, meta, cls.__name__, cls.__bases__, body
+        return definitions.make_named, args, state, None, None, definitions.fill_class
 
     # --- Other objects
 
