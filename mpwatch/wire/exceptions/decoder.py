@@ -134,21 +134,12 @@ def _set_references(error: BaseException, node: ExceptionNode, built: dict[int, 
         get_builtin_attribute(error, "__dict__")["__notes__"] = node["notes"]
 
 
-class ExceptionHeader:
-    """The name and text of one exception, and the file in which it was raised (empty if unknown)."""
-
-    def __init__(self, node: ExceptionNode) -> None:
-        self.name: str = node["name"]
-        self.text: str = node["text"]
-        self.raised_in: str = node["frames"][-1]["file"] if node["frames"] else ""
-
-
-def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
+def read_cause_chain(plain: bytes) -> list[ExceptionNode]:
     nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
-    chain: list[ExceptionHeader] = []
+    chain: list[ExceptionNode] = []
     number: int | None = 0
     while number is not None and len(chain) < len(nodes):
-        chain.append(ExceptionHeader(nodes[number]))
+        chain.append(nodes[number])
         number = nodes[number]["cause"]
     return chain
 
