@@ -38,7 +38,7 @@ from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
-from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
+from mpwatch.wire.resource_errors import is_resource_shortage
 from mpwatch.wire.shared_memory import STOP_AT, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
 from mpwatch.worker import context, debugger_hook, stdio
@@ -222,18 +222,15 @@ def pickle_value(value: object) -> Packed:
     """Raises TypeError, which names the part that cannot be pickled, or MemoryError or OSError if a resource has run out."""
     try:
         return return_values.pack(value)
-    except MemoryError:
-        raise MemoryError("there is not enough memory to pack the return value") from None
-    except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
+    except BaseException as error:
         if is_resource_shortage(error):
-            raise OSError(with_remedy("the return value could not be packed", error)) from None
-        path, part = "its return value", value
-        with suppress(ImportError, OSError):
-            from mpwatch.wire.pickling import unpicklable
+            raise
+        from mpwatch.wire.pickling import unpicklable
 
-            refused = return_values.find_refused(value)
-            found = unpicklable.find_path([(path, value)], refused)
-            path, part = (path, value) if found is None else (found, refused)
+        part = return_values.find_refused(value)
+        path = unpicklable.find_path([("its return value", value)], part)
+        if path is None:  # pickling has made the part
+            path, part = "its return value", value
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"
