@@ -55,8 +55,6 @@ RECORDED_NAMES = {"reduce_scatter_tensor": "all_reduce", "reduce_scatter_single"
 
 @dataclass(frozen=True)
 class _Group:
-    """Describes a process group. This module makes the `_Group` as soon as torch has created the process group."""
-
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
     number: int  # among the groups of this name in the world, from 1
@@ -80,9 +78,11 @@ def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[.
     def make_and_note(*args: Any, **kwargs: Any) -> Any:
         start(channel)
         known: set[Any] = set()
+        next_records: dict[str, int] = {}
         with suppress(Exception):  # another version of torch may differ; that must not end the user's call
             known.update(torch_private.get_group_names())
-        next_records = _get_next_records()
+            for entry in torch_private.read_flight_recorder():
+                next_records[_get_backend(entry)] = entry["record_id"] + 1
         result = make_group(*args, **kwargs)
         with suppress(Exception):
             _note_new_groups(known, next_records)
@@ -100,13 +100,6 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
     for name in (names[group] for group in names.keys() - known):
         number = _groups[name].number + 1 if name in _groups else 1
         _groups[name] = _Group(*details[name], number, next_records)
-
-
-def _get_next_records() -> dict[str, int]:
-    """For each backend with records, return the number of its next record in torch's flight recorder."""
-    with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
-        return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
-    return {}
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
