@@ -44,9 +44,7 @@ def open_regular_file(path: str, flags: int) -> int:
 def open_anonymous_file(name: str) -> FileIO:
     """Create a file without a name: a memfd if possible, to which the limit of /dev/shm does not apply. Raises OSError."""
     if hasattr(os, "memfd_create"):
-        # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
-        (file,) = map(FileIO, map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]), ["rb+"])
-        return file
+        return FileIO(os.memfd_create(name), "rb+")
     import tempfile
 
     fd, path = tempfile.mkstemp(prefix=name)
@@ -54,27 +52,17 @@ def open_anonymous_file(name: str) -> FileIO:
     return FileIO(fd, "rb+")
 
 
-def seal(fd: int) -> None:
-    """Keep all processes from shortening this file, if the system can: reading a mapped page that is gone is a SIGBUS."""
-    import fcntl
-
-    if hasattr(os, "memfd_create"):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-
-
 def map_private(fd: int, size: int) -> memoryview:
     """Map the beginning of a file into memory that can be written without changing the file, until its last memoryview is
-    deleted. Only Python before 3.13 without ctypes keeps a descriptor open. Raises OSError.
+    deleted, and keeps no descriptor open. Raises OSError.
     """
     import mmap
 
     kind, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
     if sys.version_info >= (3, 13):
         return memoryview(mmap.mmap(fd, size, kind, access, trackfd=False))
-    try:
-        import ctypes
-    except ImportError:  # Python was built without ctypes, so each mapping keeps a descriptor
-        return memoryview(mmap.mmap(fd, size, kind, access))
+    import ctypes
+
     # An mmap object without a file keeps no descriptor, so the file is mapped over the object's pages. The object ends the
     # mapping. weakref.finalize would end it too early: it runs before the finalizers of a cycle, which may still read the
     # memory.

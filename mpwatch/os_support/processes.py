@@ -24,7 +24,6 @@ class ProcessState:
         self._caught = caught
 
     def catches(self, signum: int) -> bool:
-        """Return whether the process has a handler for this signal."""
         return bool(self._caught >> (signum - 1) & 1)
 
 
@@ -165,18 +164,11 @@ def reap_adopted(pgid: int) -> None:
 
 def group_members(pgid: int) -> list[int]:
     """Return the pids of a process group, or none if there is no /proc. Raises OSError."""
-    return list_group_members([pgid])[pgid]
-
-
-def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
-    """Find the members of Unix process groups in /proc, and return a dict from each group to its members' pids."""
-    found: dict[int, list[int]] = {pgid: [] for pgid in pgids}
+    found = []
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
-        if entry.isdigit():
-            with suppress(ProcessLookupError):
-                pgid = os.getpgid(int(entry))
-                if pgid in found:
-                    found[pgid].append(int(entry))
+        with suppress(ValueError, ProcessLookupError):
+            if os.getpgid(int(entry)) == pgid:
+                found.append(int(entry))
     return found
 
 

@@ -5,10 +5,8 @@ This module runs in the watcher and in the ranks.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import sys
 
 from mpwatch.os_support.cpython_private import c_getsignal, c_signal
 
@@ -22,10 +20,6 @@ SIGNALS = [int(number) for number in signal.valid_signals()]
 # worker/stack_dumps.py). They are real-time signals, which few programs use. If they are None, they are not sent.
 PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None
 NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-
-
-# The number of the system call tgkill(2) in 64-bit programs, by machine.
-TGKILL_NUMBERS = {"x86_64": 234, "aarch64": 131, "riscv64": 131, "ppc64le": 250, "s390x": 241}
 
 
 def name_signal(number: int) -> str:
@@ -47,35 +41,7 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from signals to their handlers. The dict contains only signals whose handler is a Python function."""
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
-
-
-def send_signal_to_main_thread(pid: int, number: int) -> None:
-    """With tgkill(2), because after `os.kill` another thread may get the signal. Raises OSError."""
-    libc, machine = _load_libc(), os.uname().machine
-    if libc is None or machine not in TGKILL_NUMBERS:
-        os.kill(pid, number)
-        return
-    import ctypes
-
-    # the id of the main thread is that of the process
-    if libc.syscall(*map(ctypes.c_long, (TGKILL_NUMBERS[machine], pid, pid, number))):
-        code = ctypes.get_errno()
-        if code != errno.EAGAIN:
-            raise OSError(code, os.strerror(code))
-        os.kill(pid, number)  # the user has too many pending signals (RLIMIT_SIGPENDING); kill(2) has no such limit
-
-
-def _load_libc() -> Any:
-    """None on systems other than Linux, in a 32-bit Python, and without ctypes."""
-    if sys.platform != "linux" or sys.maxsize < 1 << 32:
-        return None
-    try:
-        import ctypes
-    except (ImportError, OSError):  # OSError: the limit of open files is reached
-        return None
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_writer(pipe: int) -> None:

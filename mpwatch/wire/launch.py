@@ -11,22 +11,6 @@ if TYPE_CHECKING:
 
 
 class LaunchInfo:
-    """The descriptors and the settings of a new rank."""
-
-    __slots__ = (
-        "capture_locals",
-        "channel_fd",
-        "guardian_fds",
-        "ignored_signals",
-        "is_captured",
-        "post_mortem",
-        "preload",
-        "slot",
-        "slots_fd",
-        "stderr_fd",
-        "worker",
-    )
-
     def __init__(
         self,
         worker: dict[str, object],

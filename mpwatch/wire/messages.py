@@ -2,7 +2,6 @@
 
     watcher                                             rank
        | <----------------- READY ---------------------- |   the rank can be called
-       | --- [STARTUP_OUTPUT] -------------------------> |   once, before the first call
        | --- [DESCRIPTORS ...] CALL -------------------> |   one call: see pickling/call_payload.py
        | <-- RETURNED ---------------------------------- |   the answer, if the function returned
        | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if it raised: see exceptions/encoder.py
@@ -30,7 +29,6 @@ from mpwatch.os_support.clock import monotonic
 HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
 CALL_NUMBER = struct.Struct("<Q")  # at the start of the body of CALL
 READY_BODY = struct.Struct("<iQ")  # the descriptor for stack dumps, and the main thread's identity in these dumps
-OTHER_THREADS_HEAD = "Other threads (most recent call first):"  # in a stack dump, a note about their stacks follows
 STACKS_END = b"(end of the stacks)\n"  # a rank writes this line into its stack pipe after the stacks of all threads
 MAGIC = b"mpw1"
 MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_FD)
@@ -54,7 +52,6 @@ class MessageKind(enum.IntEnum):
     COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
     CALLED_COLLECTIVES = 15  # the collectives of a failed rank: RankCollectives.to_json(). Sent between FAILING and RAISED
     STOP_REQUESTED = 16
-    STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 
 class Message:
@@ -63,8 +60,6 @@ class Message:
     If its content came in a file, `file` is this content, or the OSError of reading it, and the body is empty. The receiver
     closes `fd`, which comes with DEBUGGER and COLLECTIVES.
     """
-
-    __slots__ = ("body", "fd", "file", "kind", "stamp")
 
     def __init__(self, kind: MessageKind, stamp: float, body: bytes) -> None:
         self.kind = kind
@@ -80,16 +75,7 @@ def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = Non
 
 
 def encode_call(number: int, body: bytes) -> bytes:
-    """Return the bytes of a CALL message, whose body is the number of the call and the packed call."""
     return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
-
-
-def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
-    """Return the message's kind, time and body length. Raises ValueError if `head` is not a header of mpwatch."""
-    magic, kind, stamp, length = HEADER.unpack_from(head)
-    if magic != MAGIC:
-        raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
-    return MessageKind(kind), stamp, length
 
 
 class FrameDecoder:
@@ -101,10 +87,12 @@ class FrameDecoder:
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:
-            kind, stamp, length = parse_header(self._buffer)
+            magic, kind, stamp, length = HEADER.unpack_from(self._buffer)
+            if magic != MAGIC:
+                raise ValueError(f"not a message of mpwatch: {bytes(self._buffer[:32])!r}")
             end = HEADER.size + length
             if len(self._buffer) < end:
                 break
-            messages.append(Message(kind, stamp, bytes(self._buffer[HEADER.size : end])))
+            messages.append(Message(MessageKind(kind), stamp, bytes(self._buffer[HEADER.size : end])))
             del self._buffer[:end]
         return messages

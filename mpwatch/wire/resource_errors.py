@@ -29,7 +29,6 @@ SHORTAGE_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.EN
 
 
 def is_resource_shortage(error: BaseException) -> bool:
-    """Return whether this error says that a resource of the system has run out."""
     if isinstance(error, OSError):
         return error.errno in SHORTAGE_ERRNOS
     return isinstance(error, MemoryError) or (
@@ -38,7 +37,6 @@ def is_resource_shortage(error: BaseException) -> bool:
 
 
 def with_remedy(what: str, error: BaseException) -> str:
-    """Return an error text that says what failed and why. If mpwatch knows a remedy, the error text also names it."""
     if isinstance(error, MemoryError):
         return f"{what}: there is not enough memory; free some, or let each rank load large data itself"
     number = error.errno if isinstance(error, OSError) else errno.EAGAIN if str(error) == NO_THREAD else None

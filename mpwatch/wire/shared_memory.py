@@ -18,6 +18,7 @@ The slot stays mapped into the rank's memory even if user code closes all descri
 
 from __future__ import annotations
 
+import marshal
 import math
 import mmap
 import os
@@ -42,12 +43,8 @@ HEARTBEAT_TIME = struct.Struct("d")
 REPORT_HEADER = struct.Struct("=II")  # checksum and length of the report
 NO_REPORT = struct.Struct("=dII")  # everything before the report
 CLEARED = stop_step.CLEARED + bytes(NO_REPORT.size)  # the stop memory, and no heartbeat
-REPORT_START = struct.Struct("=dqqH")  # time, step, total, number of metrics
-METRIC = struct.Struct("=dH")  # value, length of the name. Then the name follows
 MAX_REPORT_SIZE = HEARTBEAT_SIZE - HEARTBEAT_TIME.size - REPORT_HEADER.size
-NO_COUNT = -(1 << 63)  # a step or total of None
 MAX_READS = 100  # attempts to read a complete report; writing one takes less than a microsecond
-ENCODING = ("utf-8", "surrogatepass")
 
 # --- The slot ---
 
@@ -61,8 +58,8 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    os.pwrite(fd, CLEARED + bytes(HEARTBEAT_SIZE), slot * SLOT_SIZE + STOP_AT)
-    record_interrupt(fd, slot, 0)
+    """In the watcher: clear what the previous call of the rank has left."""
+    os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
@@ -81,8 +78,6 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
 
 class HeartbeatSample:
     """The content of a rank's heartbeat memory. What the rank has not written is None."""
-
-    __slots__ = ("beat_at", "report")
 
     def __init__(self, beat_at: float | None, report: tuple[float, int | None, int | None, dict[str, float]] | None) -> None:
         self.beat_at = beat_at
@@ -106,7 +101,7 @@ class HeartbeatWriter:
     def write_report(self, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
         """Write a report, which also counts as a heartbeat. Raises ValueError if the report is too large."""
         now = monotonic()
-        body = _encode_report(now, step, total, metrics)
+        body = marshal.dumps((now, step, total, metrics))
         if len(body) > MAX_REPORT_SIZE:
             raise ValueError(
                 f"report() got metrics that take {len(body)} bytes; there is room for {MAX_REPORT_SIZE}. "
@@ -125,49 +120,17 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
     """In the watcher: return the rank's last heartbeat and report. Leave out a report whose checksum is wrong."""
-    size = NO_REPORT.size  # most ranks report nothing
     for _ in range(MAX_READS):
-        data = os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT)
-        size = HEARTBEAT_SIZE
+        data = os.pread(fd, HEARTBEAT_SIZE, slot * SLOT_SIZE + HEARTBEAT_AT)
         (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
         checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
         body = data[NO_REPORT.size :][:length]
         if length and len(body) == length and crc32(body) == checksum:
-            return HeartbeatSample(heartbeat_at or None, _decode_report(body))
+            return HeartbeatSample(heartbeat_at or None, marshal.loads(body))
         if not length:
             break
     return HeartbeatSample(heartbeat_at or None, None)
 
 
-def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear what the previous call of an idle rank has left."""
-    os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
-
-
 def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
     return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
-
-
-def _encode_report(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:
-    try:
-        counts = [NO_COUNT if count is None else count for count in (step, total)]
-        parts = [REPORT_START.pack(at, *counts, len(metrics))]
-        for name, value in metrics.items():
-            text = name.encode(*ENCODING)
-            parts += (METRIC.pack(value, len(text)), text)
-    except struct.error as error:
-        raise ValueError(f"report() has room for numbers of 64 bits and names of 64 KB: {error}") from None
-    return b"".join(parts)
-
-
-def _decode_report(body: bytes) -> tuple[float, int | None, int | None, dict[str, float]] | None:
-    try:
-        at, step, total, count = REPORT_START.unpack_from(body)
-        metrics, end = {}, REPORT_START.size
-        for _ in range(count):
-            value, length = METRIC.unpack_from(body, end)
-            end += METRIC.size + length
-            metrics[body[end - length : end].decode(*ENCODING)] = value
-    except (struct.error, UnicodeDecodeError):
-        return None
-    return at, None if step == NO_COUNT else step, None if total == NO_COUNT else total, metrics

@@ -1,22 +1,20 @@
 """The rank's end of the channel to the watcher. This module runs in a rank."""
 
-import errno
 import os
 import select
 import socket
 import threading
 from contextlib import suppress
-from io import FileIO
 
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
-from mpwatch.wire.messages import CALL_NUMBER, HEADER, MAX_DESCRIPTORS, MessageKind, encode_frame, parse_header
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, receive_with_fds
+from mpwatch.wire.messages import CALL_NUMBER, MAX_DESCRIPTORS, FrameDecoder, Message, MessageKind, encode_frame
 
 READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """The channel, for the rank's main thread. Other threads may call only `send_socket` and `request_stop`. A method that
-    sends returns False if the channel is gone: the watcher is dead, or the function has closed it.
+    """The channel, for the rank's main thread. Other threads may call only `send` and `request_stop`. `send` returns False
+    if the channel is gone: the watcher is dead, or the function has closed it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -24,37 +22,20 @@ class Channel:
         os.set_inheritable(fd, False)  # a program that the rank executes must not keep it open
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
-        self._received = b""  # bytes that no method has returned yet
+        self._decoder = FrameDecoder()
+        self._messages: list[Message] = []  # received, and not handled yet
         self._lock = threading.Lock()  # one message at a time
         self._is_stop_unsent = False
 
-    def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
+    def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None, *, fd: int | None = None) -> bool:
+        data = encode_frame(kind, body, stamp)
         try:
             with self._lock:
-                self._socket.sendall(encode_frame(kind, body, stamp), MSG_NOSIGNAL)
+                if fd is None:
+                    self._socket.sendall(data, MSG_NOSIGNAL)
+                else:
+                    socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
         except OSError:
-            return False
-        self._send_stop_request()
-        return True
-
-    def send_file(self, kind: MessageKind, file: FileIO, stamp: float) -> bool:
-        """Like `send`, but send a file instead of a body. Raises OSError if too many descriptors are on their way."""
-        return self._send_with_fd(encode_frame(kind, stamp=stamp), file.fileno())
-
-    def send_socket(self, kind: MessageKind, fd: int, body: bytes) -> bool:
-        """Send this descriptor in a message of the kind DEBUGGER or COLLECTIVES. Any thread may call this."""
-        try:
-            return self._send_with_fd(encode_frame(kind, body), fd)
-        except OSError:
-            return False
-
-    def _send_with_fd(self, data: bytes, fd: int) -> bool:
-        try:
-            with self._lock:
-                socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
-        except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:
-                raise
             return False
         self._send_stop_request()
         return True
@@ -73,66 +54,34 @@ class Channel:
                 self._is_stop_unsent = False
                 self._socket.sendall(encode_frame(MessageKind.STOP_REQUESTED), MSG_NOSIGNAL)
 
-    def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
+    def receive_call(self) -> tuple[int, bytes, list[int]] | None:
         """Return the number of the next call, and the arguments for `call_payload.unpack`. None: no call will follow."""
         try:
             return self._read_call()
         except OSError:
             return None
 
-    def _read_call(self) -> tuple[int, bytes, list[int] | None] | None:
+    def _read_call(self) -> tuple[int, bytes, list[int]] | None:
         fds: list[int] = []
-        has_all = True
         while True:
-            frame = self._take_frame()
-            if frame is None:
+            while not self._messages:
                 # Not in recvmsg(2): a process that sleeps there also wakes up when the watcher has read what the rank sent.
                 self._poll.poll()
-                data, more, is_cut = receive_with_fds(self._socket, READ_SIZE, MAX_DESCRIPTORS)
+                data, more, _ = receive_with_fds(self._socket, READ_SIZE, MAX_DESCRIPTORS)
                 if not data:
                     return None
-                self._received += data
+                self._messages += self._decoder.feed(data)
                 fds += more  # they belong to the frame that ends here: recvmsg reads nothing that follows descriptors
-                has_all &= not is_cut
-                continue
-            kind, body = frame
-            if kind is MessageKind.STARTUP_OUTPUT:
-                _write_startup_output(fds)
-                fds, has_all = [], True
-            elif kind is MessageKind.CALL:
+            message = self._messages.pop(0)
+            if message.kind is MessageKind.CALL:
                 break
-            elif kind is not MessageKind.DESCRIPTORS:
+            if message.kind is not MessageKind.DESCRIPTORS:
                 return None
-        if not has_all:
-            while fds:
-                os.close(fds.pop())
-        (number,) = CALL_NUMBER.unpack_from(body)
-        return number, body[CALL_NUMBER.size :], fds if has_all else None
-
-    def _take_frame(self) -> tuple[MessageKind, bytes] | None:
-        """Return the kind and the body of the next message, or None if the message has not arrived completely."""
-        if len(self._received) < HEADER.size:
-            return None
-        kind, _, length = parse_header(self._received)
-        end = HEADER.size + length
-        if len(self._received) < end:
-            return None
-        body, self._received = self._received[HEADER.size : end], self._received[end:]
-        return kind, body
+        (number,) = CALL_NUMBER.unpack_from(message.body)
+        return number, message.body[CALL_NUMBER.size :], fds
 
     def detach(self) -> None:
         """Leave the descriptor open until the rank exits. If user code has closed it, another file may have the same number
         now.
         """
         self._socket.detach()
-
-
-def _write_startup_output(fds: list[int]) -> None:
-    """Write what the interpreter has printed before stderr was set up. The watcher must not, because this can block."""
-    for fd in fds:
-        with open(fd, "rb") as file:
-            file.seek(0)
-            try:
-                write_all(STDERR, file.read())
-            except OSError:  # stderr is closed
-                continue

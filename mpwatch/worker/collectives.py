@@ -3,22 +3,15 @@
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
     the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
-A thread of the rank answers the watcher's requests. The rank starts this thread when it creates its first process group.
-This thread can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
+The thread starts with the first process group. It can answer while the main thread waits in C++ code, but not while another
+thread holds the GIL.
 
-torch can give a new process group the name of a destroyed group. The records in torch's flight recorder are numbered. When a
-group is created, this module stores the number that the next record will have. If a record has the group's name and a
-number lower than the stored number, the record comes from a destroyed group, and this module ignores the record.
+A "world" lasts as long as a default group. In the next world, torch uses the names of groups again. So the number of the
+next record is noted when a group is created: earlier records with its name belong to a destroyed group.
 
-A "world" begins when `init_process_group` creates a default group, and ends when this default group is destroyed. A process
-group belongs to the world that exists when the group is created.
-
-The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
-collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
-stack into the crash socket. The buffer of this socket is so small that faulthandler's write blocks until the watcher reads.
-The watcher first asks the rank for its collectives, and then reads the stack (watcher/processes/collective_sockets.py). The
-crash socket delays the death of the rank by at most 0.1 s. The crash socket does not change the signal that ends the rank,
-for example SIGABRT. If the watcher is dead, faulthandler's write fails at once.
+A rank can crash in a collective: gloo calls abort() if a peer sends more bytes than expected. So faulthandler writes the
+stack of a crash into the crash socket, whose buffer is so small that the write blocks until the watcher has asked for the
+collectives, and reads (watcher/processes/collective_sockets.py), for at most 0.1 s. The rank still dies of the same signal.
 """
 
 from __future__ import annotations
@@ -29,7 +22,10 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
+from traceback import walk_stack
 from typing import TYPE_CHECKING
+
+import torch
 
 from mpwatch import torch_private
 from mpwatch.os_support.clock import wall_time
@@ -41,7 +37,7 @@ from mpwatch.wire.messages import MessageKind
 from mpwatch.worker import stack_dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import FrameType, ModuleType
     from typing import Any
 
@@ -53,31 +49,12 @@ MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_gr
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
 ROOT_ARGUMENTS = ("src", "dst")
 GROUP_ROOT_ARGUMENTS = ("group_src", "group_dst")  # ranks within the group
-# The names of torch's dtypes in the flight recorder, where they differ from the names in Python by more than upper case.
-DTYPE_NAMES = {
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-    "Half": "float16",
-    "Float": "float32",
-    "Double": "float64",
-    "ComplexHalf": "complex32",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
-
 # The names of functions that gloo records under another name.
 RECORDED_NAMES = {"reduce_scatter_tensor": "all_reduce", "reduce_scatter_single": "all_reduce"}
-
-LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the other thread makes
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Describes a process group. This module makes the `_Group` as soon as torch has created the process group."""
-
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
     number: int  # among the groups of this name in the world, from 1
@@ -87,8 +64,6 @@ class _Group:
 _has_started = False
 _groups: dict[str, _Group] = {}  # all groups that were made in the present world, even destroyed ones, by torch's name
 _torch_rank: int | None = None  # in the default process group made last
-_requests: socket.socket | None = None
-_lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
@@ -103,9 +78,11 @@ def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[.
     def make_and_note(*args: Any, **kwargs: Any) -> Any:
         start(channel)
         known: set[Any] = set()
+        next_records: dict[str, int] = {}
         with suppress(Exception):  # another version of torch may differ; that must not end the user's call
             known.update(torch_private.get_group_names())
-        next_records = _get_next_records()
+            for entry in torch_private.read_flight_recorder():
+                next_records[_get_backend(entry)] = entry["record_id"] + 1
         result = make_group(*args, **kwargs)
         with suppress(Exception):
             _note_new_groups(known, next_records)
@@ -125,13 +102,6 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
         _groups[name] = _Group(*details[name], number, next_records)
 
 
-def _get_next_records() -> dict[str, int]:
-    """For each backend with records, return the number of its next record in torch's flight recorder."""
-    with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
-        return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
-    return {}
-
-
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
     """Return False if this entry belongs to an old group, and a newer group now has the old group's name."""
     group = _groups.get(entry["process_group"][0])
@@ -140,13 +110,13 @@ def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
 
 def start(channel: Channel) -> None:
     """Start the thread that answers the watcher. If that fails, the watcher gets only the rank's stacks."""
-    global _has_started, _requests
+    global _has_started
     if _has_started or not torch_private.has_flight_recorder():
         return
     _has_started = True
     with suppress(OSError, RuntimeError):
-        _requests = _open_socket(channel, b"")
-        threading.Thread(target=_answer_requests, args=(_requests,), name="mpwatch collectives", daemon=True).start()
+        requests = _open_socket(channel, b"")
+        threading.Thread(target=_answer_requests, args=(requests,), name="mpwatch collectives", daemon=True).start()
         crash = _open_socket(channel, b"crash")
         crash.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the kernel takes its minimum
         stack_dumps.redirect_crash_stack(crash)
@@ -155,7 +125,7 @@ def start(channel: Channel) -> None:
 def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
-        if not channel.send_socket(MessageKind.COLLECTIVES, theirs.fileno(), purpose):
+        if not channel.send(MessageKind.COLLECTIVES, purpose, fd=theirs.fileno()):
             raise OSError("the channel to the watcher is closed")
     return ours
 
@@ -167,36 +137,19 @@ def send_before_failure(channel: Channel) -> None:
             channel.send(MessageKind.CALLED_COLLECTIVES, describe_rank().to_json().encode())
 
 
-def answer_last_request() -> None:
-    """Call this before the rank exits: the thread ends then, even if it has not sent its answer yet."""
-    if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
-        try:
-            with suppress(OSError):  # there is no request, or the watcher is dead
-                _answer_one(_requests)
-        finally:
-            _lock.release()
-
-
 def _answer_requests(requests: socket.socket) -> None:
     with suppress(OSError):  # the watcher is dead
-        while requests.recv(1, socket.MSG_PEEK):
-            with _lock, suppress(BlockingIOError):  # the main thread has taken the request
-                _answer_one(requests)
-
-
-def _answer_one(requests: socket.socket) -> None:
-    """Raises BlockingIOError if there is no request, and OSError if the watcher is dead."""
-    if requests.recv(1, socket.MSG_DONTWAIT):
-        try:
-            answer = describe_rank().to_json().encode()
-        except Exception:  # noqa: BLE001  another version of torch may record something else
-            answer = b""  # the watcher does not ask again
-        requests.sendall(answer + b"\n", MSG_NOSIGNAL)
+        while requests.recv(1):
+            try:
+                answer = describe_rank().to_json().encode()
+            except Exception:  # noqa: BLE001  another version of torch may record something else
+                answer = b""  # the watcher does not ask again
+            requests.sendall(answer + b"\n", MSG_NOSIGNAL)
 
 
 def describe_rank() -> RankCollectives:
     """Return the latest collectives, from the oldest to the newest, and the place in the code where the main thread is."""
-    frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+    frames = [frame for frame, _ in walk_stack(sys._current_frames()[threading.main_thread().ident or 0])]
     try:
         return _describe_rank(frames)
     finally:
@@ -277,12 +230,6 @@ def _get_backend(entry: Mapping[str, Any]) -> str:
     return str(entry["profiling_name"]).partition(":")[0]
 
 
-def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
     group, description = entry["process_group"]
     noted = _groups.get(group)
@@ -312,11 +259,11 @@ def _get_operation(entry: Mapping[str, Any]) -> str:
 
 
 def _name_dtype(name: str) -> str:
-    return DTYPE_NAMES.get(name, name.lower())
+    """Return "float32" for "Float", as the flight recorder calls it."""
+    return str(getattr(torch, name.lower(), name.lower())).removeprefix("torch.")
 
 
 def _format_user_place(frames: list[FrameType]) -> str:
-    """Return the place of the innermost frame of user code, which comes first, or ""."""
     if not frames:
         return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]

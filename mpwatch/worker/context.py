@@ -53,7 +53,6 @@ def begin_call() -> None:
 
 
 def stop_heartbeats() -> None:
-    """Record that no more heartbeats will come from this rank, because its function has returned."""
     if _heartbeats is not None:
         _heartbeats.stop()
 
@@ -116,8 +115,12 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
         ValueError: the report has more than about 4,000 bytes.
     """
     if _heartbeats is not None:
-        numbers = {name: value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
-        _heartbeats.write_report(_to_int("step", step), _to_int("total", total), numbers)
+        numbers = {str(name): value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
+        _heartbeats.write_report(
+            None if step is None else _to_int("report() takes step", step),
+            None if total is None else _to_int("report() takes total", total),
+            numbers,
+        )
 
 
 def should_stop(step: int) -> bool:
@@ -156,7 +159,7 @@ def should_stop(step: int) -> bool:
     """
     if _stop_reader is None:
         return False
-    return _stop_reader.should_stop(step if type(step) is int else _to_step(step))
+    return _stop_reader.should_stop(step if type(step) is int else _to_int("should_stop() takes the step", step))
 
 
 def request_stop() -> bool:
@@ -188,13 +191,6 @@ def request_stop() -> bool:
     return True
 
 
-def _to_step(value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"should_stop() takes the step as an int, not a {type(value).__qualname__}") from None
-
-
 def _to_float(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes):
@@ -204,8 +200,8 @@ def _to_float(name: str, value: Any) -> float:
         raise TypeError(f"report() takes numbers; {name} is a {type(value).__qualname__} ({error})") from None
 
 
-def _to_int(name: str, value: object) -> int | None:
+def _to_int(what: str, value: object) -> int:
     try:
-        return None if value is None else operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"report() takes {name} as an int, not a {type(value).__qualname__}") from None
+        raise TypeError(f"{what} as an int, not a {type(value).__qualname__}") from None

@@ -78,7 +78,7 @@ class Prompt:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), purpose.encode())
+            is_sent = self._channel.send(MessageKind.DEBUGGER, purpose.encode(), fd=theirs.fileno())
         connection = Connection(ours.detach())
         try:
             kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")

@@ -5,8 +5,8 @@
       _serve            for each call: receive it, `_run_call`, send the answer
         _run_call       unpickle the call, run the function, pickle its return value
         _send_value     RETURNED
-        _send_failure   FAILING, CALLED_COLLECTIVES if there is a process group, then RAISED or LOAD_FAILED, then DETAILS
-        _send_locals    LOCALS, with debug="locals"
+        _send_failure   FAILING, CALLED_COLLECTIVES if there is a process group, then RAISED or LOAD_FAILED, then DETAILS,
+                        and LOCALS with debug="locals"
       exit              restore signals, destroy the torch process group, send EXIT_BLOCKED if threads or processes remain
 
 Guarantees:
@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
 
@@ -33,12 +33,12 @@ from mpwatch.os_support.signals import die_if_ended, die_with_writer
 
 # What an answer needs is imported before the function runs: later the package may have been removed or replaced, or the
 # function may have changed sys.path, the root folder or the user, or have left no descriptor.
-from mpwatch.wire.exceptions.decoder import get_builtin_attribute, read_traceback_text, set_builtin_attribute
+from mpwatch.wire.exceptions.decoder import set_builtin_attribute
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
-from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
+from mpwatch.wire.resource_errors import is_resource_shortage
 from mpwatch.wire.shared_memory import STOP_AT, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
 from mpwatch.worker import context, debugger_hook, stdio
@@ -46,25 +46,24 @@ from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
 
-CLOSED_CHANNEL = "its function has closed descriptors that it did not open"
+CLOSED_CHANNEL = "its function has closed descriptors that it did not open, or too many files are on their way"
 NO_PROCESS_GROUP = "Default process group has not been initialized"  # the message of torch.distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import ModuleType, TracebackType
+    from types import ModuleType
     from typing import NoReturn
 
     from mpwatch.wire.pickling.call_payload import FunctionCall
     from mpwatch.wire.pickling.packed import Packed
 
-    ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
+    ReceivedCall = tuple[int, bytes, list[int]]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
 _first_excepthook = sys.excepthook  # before any call
 
 
 def main(launch_info: LaunchInfo) -> None:
-    """Run a rank from its start to its exit."""
     _die_with_watcher(launch_info.guardian_fds)
     _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
@@ -81,7 +80,6 @@ def main(launch_info: LaunchInfo) -> None:
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)
     _serve(channel, deferred_signals, preload_error, capture_locals=launch_info.capture_locals)
-    _answer_last_request()
     deferred_signals.restore_for_exit()
     _destroy_torch_process_group()
     _report_exit_blockers(channel)
@@ -125,18 +123,9 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Change `module`, so that the rank begins to report its collectives when it creates its first process group."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
-
-
-def _answer_last_request() -> None:
-    """If the watcher has asked for the rank's collectives, answer the watcher before the rank exits."""
-    if "mpwatch.worker.collectives" in sys.modules:
-        from mpwatch.worker import collectives
-
-        collectives.answer_last_request()
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
@@ -171,11 +160,8 @@ def _serve(
         if os.getpid() != pid:
             _exit_forked_process(outcome)
         if isinstance(outcome, _Failure):
-            _send_failure(channel, outcome)
-            if capture_locals:
-                _send_locals(channel, outcome)
+            _send_failure(channel, outcome, capture_locals=capture_locals)
         else:
-            stdio.flush_before_answer()
             _send_value(channel, *outcome)
         has_returned = not isinstance(outcome, _Failure)
         del outcome  # a failure keeps the function's frames and their variables alive
@@ -185,36 +171,32 @@ def _serve(
 def _run_call(
     received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
-    """Run a call, and pickle its return value. The user's signal handlers run only during `_load_and_call`."""
+    """Run a call, and pickle its return value. The user's signal handlers run only between `restore` and `defer`."""
+    number, body, fds = received
+    kind, ended_at = MessageKind.LOAD_FAILED, 0.0
     try:
         try:
-            value = _load_and_call(received, deferred_signals, preload_error)
+            context.begin_call()
+            deferred_signals.restore(number)
+            call = call_payload.unpack(body, fds, context.choose_part)
+            if preload_error is not None:
+                raise preload_error
+            kind = MessageKind.RAISED
+            value = _call_function(call)
+            ended_at = monotonic()
+        except Exception as error:
+            ended_at = monotonic()
+            if kind is MessageKind.RAISED:
+                debugger_hook.open_post_mortem(error)
+            raise
         finally:
+            debugger_hook.finish_stepping()
             deferred_signals.defer()
-        returned_at = monotonic()
-        return _pack_value(value, returned_at)
-    except _LoadError as error:
-        return _Failure(MessageKind.LOAD_FAILED, error.error, monotonic())
-    except _DebuggedError as error:
-        deferred_signals.defer()
-        return _Failure(MessageKind.RAISED, error.error, error.raised_at)
+        return pickle_value(value), ended_at
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt and SystemExit are answers, too
-        failed_at = monotonic()
+        ended_at = ended_at or monotonic()
         deferred_signals.defer()  # a second time, since the exception may be an interrupt that came before the first `defer`
-        return _Failure(MessageKind.RAISED, error, failed_at)
-
-
-def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None) -> object:
-    number, body, fds = received
-    context.begin_call()
-    deferred_signals.restore(number)
-    try:
-        call = call_payload.unpack(body, fds, context.choose_part)
-        if preload_error is not None:
-            raise preload_error
-    except BaseException as error:  # noqa: BLE001  unpickling imports modules of user code
-        raise _LoadError(error) from None
-    return _call_function(call)
+        return _Failure(kind, error, ended_at)
 
 
 def _call_function(call: FunctionCall) -> object:
@@ -229,41 +211,26 @@ def _call_function(call: FunctionCall) -> object:
             raise
         value = None
     except Exception as error:
-        raised_at = monotonic()
         if call.backend is None and error.args and NO_PROCESS_GROUP in str(error.args[0]):
             error.add_note('mpwatch makes the process group if the run has the option backend="gloo", "nccl" or "auto"')
-        if debugger_hook.open_post_mortem(error):
-            raise _DebuggedError(error, raised_at) from None
         raise
-    finally:
-        debugger_hook.finish_stepping()
     context.stop_heartbeats()
     return value
-
-
-def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    try:
-        return pickle_value(value), returned_at
-    except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
-        return _Failure(MessageKind.RAISED, error, returned_at)
 
 
 def pickle_value(value: object) -> Packed:
     """Raises TypeError, which names the part that cannot be pickled, or MemoryError or OSError if a resource has run out."""
     try:
         return return_values.pack(value)
-    except MemoryError:
-        raise MemoryError("there is not enough memory to pack the return value") from None
-    except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
+    except BaseException as error:
         if is_resource_shortage(error):
-            raise OSError(with_remedy("the return value could not be packed", error)) from None
-        path, part = "its return value", value
-        with suppress(ImportError, OSError):
-            from mpwatch.wire.pickling import unpicklable
+            raise
+        from mpwatch.wire.pickling import unpicklable
 
-            refused = return_values.find_refused(value)
-            found = unpicklable.find_path([(path, value)], refused)
-            path, part = (path, value) if found is None else (found, refused)
+        part = return_values.find_refused(value)
+        path = unpicklable.find_path([("its return value", value)], part)
+        if path is None:  # pickling has made the part
+            path, part = "its return value", value
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"
@@ -273,8 +240,7 @@ def pickle_value(value: object) -> Packed:
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
     """Exit this process, which the user's function has forked. Only the rank itself sends an answer to the watcher."""
     if isinstance(outcome, _Failure):
-        with suppress(ImportError, OSError):  # of the module traceback
-            sys.stderr.write(read_traceback_text(outcome.make_encoder().plain()))
+        _print_traceback(outcome.error)
     stdio.flush()
     os._exit(1 if isinstance(outcome, _Failure) else 0)
 
@@ -283,58 +249,50 @@ def _exit_forked_process(outcome: _Failure | Returned) -> None:
 
 
 def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
-    error = None
-    try:
-        if value.file is None:
-            is_sent = channel.send(MessageKind.RETURNED, value.body, returned_at)
-        else:
-            is_sent = channel.send_file(MessageKind.RETURNED, value.file, returned_at)
-    except OSError as refused:
-        is_sent, error = True, OSError(with_remedy("the return value could not be sent back", refused))
-    finally:
-        value.close()
-    if error is not None:
-        _send_failure(channel, _Failure(MessageKind.RAISED, error, returned_at))
-    elif not is_sent:
-        _exit_without_channel()
+    stdio.flush_before_answer()
+    with closing(value):
+        fd = None if value.file is None else value.file.fileno()
+        if not channel.send(MessageKind.RETURNED, value.body, returned_at, fd=fd):
+            _exit_without_channel()
 
 
-def _send_failure(channel: Channel, failure: _Failure) -> None:
+def _send_failure(channel: Channel, failure: _Failure, *, capture_locals: bool) -> None:
     """Send FAILING, the text and the traceback, and then the pickle, since the exception's own code may crash or hang."""
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
     if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
         collectives.send_before_failure(channel)
+    error = failure.error
     try:
-        encoder = failure.make_encoder()
+        _remove_own_frames(error)
+        encoder = ExceptionEncoder(error)
         plain = encoder.plain()
-    except BaseException as error:  # noqa: BLE001  memory has run out, or mpwatch has a bug
-        encoder = failure.make_encoder_of(RuntimeError(f"{failure.name} was raised, and could not be encoded: {error!r}"))
+    except BaseException as bug:  # noqa: BLE001  memory has run out, or mpwatch has a bug
+        encoder = ExceptionEncoder(RuntimeError(f"{type(error).__name__} was raised, and could not be encoded: {bug!r}"))
         plain = encoder.plain()
     if not channel.send(failure.kind, plain, failure.at):
-        _exit_without_channel(read_traceback_text(plain))
+        _print_traceback(error)
+        _exit_without_channel()
     channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
+    if capture_locals:
+        channel.send(MessageKind.LOCALS, encoder.locals(), failure.at)
     hook = sys.excepthook
     is_of_user = hook is not _first_excepthook and not (getattr(hook, "__module__", None) or "").startswith("torch.")
-    if is_of_user and not isinstance(failure.error, SystemExit):  # torch's prints the traceback
+    if is_of_user and not isinstance(error, SystemExit):  # torch's prints the traceback
         with suppress(BaseException):
-            hook(type(failure.error), failure.error, failure.error.__traceback__)
+            hook(type(error), error, error.__traceback__)
 
 
-def _exit_without_channel(traceback_text: str = "") -> NoReturn:
+def _print_traceback(error: BaseException) -> None:
+    sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _exit_without_channel() -> NoReturn:
     """Exit as a lost rank, since the answer cannot reach the watcher."""
     with suppress(OSError):  # stderr is closed, too
-        sys.stderr.write(f"{traceback_text}mpwatch: the answer of this rank could not be sent: {CLOSED_CHANNEL}\n")
+        sys.stderr.write(f"mpwatch: the answer of this rank could not be sent: {CLOSED_CHANNEL}\n")
     stdio.flush()
     os._exit(1)
-
-
-def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """The watcher waits for LOCALS. If the variables cannot be encoded, its body is empty."""
-    texts = b""
-    with suppress(BaseException):  # memory or threads have run out
-        texts = failure.make_encoder().locals()
-    channel.send(MessageKind.LOCALS, texts, failure.at)
 
 
 class _Failure:
@@ -345,41 +303,12 @@ class _Failure:
         self.error = error
         self.at = at
 
-    @property
-    def name(self) -> str:
-        return type(self.error).__name__
 
-    def make_encoder(self) -> ExceptionEncoder:
-        """Remove mpwatch's frames from the start of the exception's traceback, and return an ExceptionEncoder."""
-        trace = get_builtin_attribute(self.error, "__traceback__")
-        while trace is not None and _is_of_mpwatch(trace):
-            trace = trace.tb_next
-        set_builtin_attribute(self.error, "__traceback__", trace)
-        return ExceptionEncoder(self.error)
-
-    def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Encode the error that replaces this one, which cannot be sent, with its traceback."""
-        set_builtin_attribute(error, "__traceback__", get_builtin_attribute(self.error, "__traceback__"))
-        return _Failure(self.kind, error, self.at).make_encoder()
-
-
-class _LoadError(Exception):
-    """Raised if the rank cannot unpickle a call, or cannot import a module of the option `preload`."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _DebuggedError(Exception):
-    """With debug="post_mortem", this replaces the exception, to keep the time at which the function failed."""
-
-    def __init__(self, error: Exception, raised_at: float) -> None:
-        self.error = error
-        self.raised_at = raised_at
-
-
-def _is_of_mpwatch(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch.")
+def _remove_own_frames(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):
+        trace = trace.tb_next
+    set_builtin_attribute(error, "__traceback__", trace)
 
 
 # --- Exit ---

@@ -1,23 +1,15 @@
 """Writes stacks into the rank's stack pipe after a crash, and when the watcher asks for them. This module runs in a rank.
 
-The watcher asks by one of two signals, because either signal works where the other one fails:
+The watcher asks by one of two signals, and neither handler blocks: if the pipe is full, the rest of the stacks is lost.
 
-- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler writes
-  the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
-  also delay the Python handler, for example a wait in a collective of gloo.
-- For NATIVE_DUMP_SIGNAL, the module faulthandler installs a handler in C. The C handler runs at once, even while a thread
-  holds the GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread
-  enters or leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame,
-  Python 3.11 to 3.13 can crash. In Python 3.14, the C handler does not crash at an invalid frame, but leaves out the callers
-  of this frame. In a test, the main thread ran `sorted(key=function)`: up to 6 % of the C handler's dumps crashed Python
-  3.11 to 3.13, and 4 % of the dumps of Python 3.14 were incomplete.
+- PYTHON_DUMP_SIGNAL comes first. Its handler in Python writes the stacks of all threads. It does not run while the main
+  thread computes in C code, or in some waits, such as a collective of gloo.
+- For NATIVE_DUMP_SIGNAL, faulthandler installs a handler in C, which runs at once, and writes only the main thread's stack.
+  While a thread enters or leaves a function, its frame is invalid for a moment. In a test with `sorted(key=function)`, up to
+  6 % of these dumps crashed Python 3.11 to 3.13, and 4 % of those of Python 3.14 lacked callers.
 
-The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
-begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is
-full, the rest of the stacks is lost.
-
-PYTHON_DUMP_SIGNAL can interrupt a system call of a C library. The interrupted system call fails with EINTR. If the user has
-set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
+PYTHON_DUMP_SIGNAL can interrupt a system call of a C library, which fails with EINTR, and a tracer (`sys.settrace`) sees the
+frames of its handler.
 """
 
 from __future__ import annotations
@@ -26,12 +18,11 @@ import faulthandler
 import os
 import sys
 import threading
-import weakref
-from collections import deque
 from contextlib import suppress
+from traceback import walk_stack
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
-from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
+from mpwatch.wire.messages import STACKS_END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,12 +32,10 @@ if TYPE_CHECKING:
 
 INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost frames
 MAX_NAME = 500  # characters, as in faulthandler
-MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
-LEFT_OUT_STACKS = f"\n{OTHER_THREADS_HEAD}\n  (their stacks are left out: all stacks together exceed 64 KiB)\n".encode()
 
 c_enable = faulthandler.enable
-_crash_fd: int  # the descriptor of the last CrashFile
-_crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has chosen another file
+_crash_fd: int  # where faulthandler writes the stack of a crash
+_has_own_file = False  # whether the function has chosen another file
 
 
 def register_stack_dumps(pipe: int) -> int:
@@ -68,7 +57,7 @@ def register_stack_dumps(pipe: int) -> int:
 
 def redirect_crash_stack(target: socket.socket) -> None:
     """Make faulthandler write the stack of a crash into this socket, unless the function has chosen another file."""
-    if _crash_file() is not None:
+    if not _has_own_file:
         fd = target.detach()
         status = os.fstat(fd)
         _enable_crash_stack(fd)
@@ -76,80 +65,47 @@ def redirect_crash_stack(target: socket.socket) -> None:
 
 
 def _enable_crash_stack(fd: int) -> None:
-    global _crash_file, _crash_fd
-    file = CrashFile(fd)
-    c_enable(file=file, all_threads=False)
-    _crash_file, _crash_fd = weakref.ref(file), fd
+    global _crash_fd
+    _crash_fd = fd
+    c_enable(file=fd, all_threads=False)
 
 
 def _enable_for_user(file: Any = None, *args: Any, **options: Any) -> None:
     """Replace `faulthandler.enable`: the stack of a crash that would go to stderr goes to the watcher, for its report."""
-    if file is None or file is sys.stderr:
-        _enable_crash_stack(_crash_fd)
-    else:
+    global _has_own_file
+    _has_own_file = file is not None and file is not sys.stderr
+    if _has_own_file:
         c_enable(file, *args, **options)
-
-
-class CrashFile:
-    """Only faulthandler refers to it, so it is deleted, and `_crash_file()` is None, once the function has chosen another
-    file.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        """Return the descriptor. faulthandler calls this method once."""
-        return self._fd
-
-    def flush(self) -> None:
-        """Do nothing, because faulthandler has no buffer to flush."""
+    else:
+        _enable_crash_stack(_crash_fd)
 
 
 class StackWriter:
     """The handler of PYTHON_DUMP_SIGNAL, which writes the stacks of all threads in faulthandler's format.
 
-    The main thread comes first. The middle of a deep stack is left out: the outermost frames show whether the rank is
-    loading its call.
+    The main thread comes first, whole except for the middle of a deep stack: the outermost frames show whether the rank is
+    loading its call. faulthandler writes at most 100 other threads, and 100 frames of each.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:
         self._pipe = pipe
         self._main_thread = main_thread
 
-    def __call__(self, _: int, frame: FrameType | None) -> None:
-        stack = _format_stack("Current thread", self._main_thread, frame)
-        self._write(stack)  # at once: the watcher sees that the answer has begun
-        room = MAX_BYTES - len(stack) - len(LEFT_OUT_STACKS) - len(STACKS_END)
-        others = []
-        frames = sys._current_frames()
-        # A variable that refers to this frame would keep the frame alive, with all frames and variables of the main thread.
-        del frames[self._main_thread]
-        for thread, innermost in frames.items():
-            stack = b"\n" + _format_stack("Thread", thread, innermost)
-            room -= len(stack)
-            if room < 0:
-                others.append(LEFT_OUT_STACKS)
-                break
-            others.append(stack)
-        self._write(b"".join(others) + STACKS_END)
+    def __call__(self, _: int, frame: FrameType) -> None:
+        self._write(_format_stack(self._main_thread, frame) + b"\n")
+        faulthandler.dump_traceback(self._pipe)  # again the main thread's, which the watcher ignores
+        self._write(STACKS_END)
 
     def _write(self, data: bytes) -> None:
         with suppress(OSError):  # the pipe is full or closed
             os.write(self._pipe, data)
 
 
-def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
-    innermost: list[FrameType] = []
-    outermost: deque[FrameType] = deque(maxlen=OUTERMOST_FRAMES)
-    count = 0
-    while frame is not None:
-        kept: list[FrameType] | deque[FrameType] = innermost if count < INNERMOST_FRAMES else outermost
-        kept.append(frame)
-        frame, count = frame.f_back, count + 1
-    gap = ["  ...\n"] if count > INNERMOST_FRAMES + OUTERMOST_FRAMES else []
-    head = f"{title} 0x{thread:016x} (most recent call first):\n"
-    return "".join([head, *map(_format_frame, innermost), *gap, *map(_format_frame, outermost)]).encode()
+def _format_stack(thread: int, innermost: FrameType) -> bytes:
+    lines = [_format_frame(frame) for frame, _ in walk_stack(innermost)]
+    if len(lines) > INNERMOST_FRAMES + OUTERMOST_FRAMES:
+        lines[INNERMOST_FRAMES:-OUTERMOST_FRAMES] = ["  ...\n"]
+    return "".join([f"Current thread 0x{thread:016x} (most recent call first):\n", *lines]).encode()
 
 
 def _format_frame(frame: FrameType) -> str:

@@ -22,15 +22,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Code that closes all descriptors then opens files with the lowest numbers. A crash must not write a stack into such a file.
-HIGH_FD = 250
-
 _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output is captured
 
 
 def move_stderr(stderr_fd: int) -> bytes:
     """Make this descriptor the rank's stderr. Return the body of the message READY."""
-    pipe = _duplicate_to_high_fd(STDERR)
+    pipe = os.dup(STDERR)
     os.dup2(stderr_fd, STDERR)
     os.close(stderr_fd)
     return READY_BODY.pack(pipe, register_stack_dumps(pipe))
@@ -75,13 +72,3 @@ def flush() -> None:
             stream.flush()
         except BaseException:  # noqa: BLE001, S112  closed, or replaced by an object that cannot flush
             continue
-
-
-def _duplicate_to_high_fd(fd: int) -> int:
-    """Return a duplicate of this descriptor. If possible, the duplicate has the number HIGH_FD."""
-    try:
-        os.fstat(HIGH_FD)
-    except OSError:
-        with suppress(OSError):
-            return os.dup2(fd, HIGH_FD, inheritable=False)
-    return os.dup(fd)

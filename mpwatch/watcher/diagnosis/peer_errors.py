@@ -97,7 +97,7 @@ HINT_WORDS = re.compile(
 
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
     """Look for a peer error in an exception and its causes, without unpickling. A certain kind is preferred."""
-    kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
+    kinds = [kind for node in decoder.read_cause_chain(encoded) if (kind := _classify_node(node)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
 
 
@@ -111,14 +111,15 @@ def classify_death(exit_code: int | None, stderr: str, crash_stack: str, backend
     return PeerErrorKind.OTHER_SIZE if GLOO_SIZE_TEXT in stderr or is_in_thread_of_gloo else None
 
 
-def _classify_header(header: decoder.ExceptionHeader) -> PeerErrorKind | None:
-    text = header.text.lower()
+def _classify_node(node: decoder.ExceptionNode) -> PeerErrorKind | None:
+    text = node["text"].lower()
+    raised_in = node["frames"][-1]["file"] if node["frames"] else ""
     for pattern in PATTERNS:
         if (
-            header.name.endswith(pattern.type_name)
+            node["name"].endswith(pattern.type_name)
             and pattern.text in text
             and pattern.second_text in text
-            and header.raised_in.endswith(pattern.raised_in)
+            and raised_in.endswith(pattern.raised_in)
         ):
             return pattern.kind
     return PeerErrorKind.HINT if HINT_WORDS.search(text) else None

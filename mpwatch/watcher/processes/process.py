@@ -48,7 +48,6 @@ from mpwatch.os_support.cpython_private import (
 )
 from mpwatch.os_support.descriptors import grow_pipe
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
-from mpwatch.os_support.signals import send_signal_to_main_thread
 from mpwatch.wire.launch import LaunchInfo, RankProcess
 
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
@@ -172,11 +171,6 @@ class RankPopen(Popen):
         with self._lock, TOLERATE_FAILURE:
             if not self._is_reaped:
                 os.kill(self.pid, number)
-
-    def send_signal_to_main_thread(self, number: int) -> None:
-        with self._lock, TOLERATE_FAILURE:
-            if not self._is_reaped:
-                send_signal_to_main_thread(self.pid, number)
 
     def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process call
         self.send_signal_to_group(sig)

@@ -38,7 +38,7 @@ from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import MessageKind, encode_call
+from mpwatch.wire.messages import encode_call
 from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import (
@@ -46,7 +46,6 @@ from mpwatch.wire.shared_memory import (
     HeartbeatSample,
     clear_slot,
     get_stop_memory,
-    prepare_slot,
     read_heartbeat,
     read_heartbeat_time,
     record_interrupt,
@@ -143,22 +142,15 @@ class ProcessPool:
         return rank
 
     def _allocate_slot(self, rank: int) -> int:
-        if rank in self._slots:  # this rank was started before
-            clear_slot(self._slots_fd, self._slots[rank])
-        else:
+        if rank not in self._slots:  # else it was started before
             self._slots[rank] = len(self._slots)
             os.ftruncate(self._slots_fd, len(self._slots) * SLOT_SIZE)
-            prepare_slot(self._slots_fd, self._slots[rank])
+        clear_slot(self._slots_fd, self._slots[rank])
         return self._slots[rank]
 
     def send_call(self, rank: Rank, number: int, payload: Payload) -> None:
-        """Raises LaunchError. Before the first call, the rank gets what its interpreter has printed, and writes it to its
-        stderr: this write can block, and the watcher must not.
-        """
+        """Raises LaunchError."""
         try:
-            if rank.stack_parser.startup_output:
-                rank.send_file(MessageKind.STARTUP_OUTPUT, rank.stack_parser.startup_output)
-                rank.stack_parser.startup_output = b""
             rank.send_frame(encode_call(number, payload.body), payload.fds)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {rank.number}", error)) from error
@@ -180,7 +172,7 @@ class ProcessPool:
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def begin_call(self, rank: Rank) -> None:
-        prepare_slot(self._slots_fd, self._slots[rank.number])
+        clear_slot(self._slots_fd, self._slots[rank.number])
         rank.observations.stderr_tail.clear()
 
     def reap(self, rank: Rank) -> None:

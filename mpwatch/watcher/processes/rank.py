@@ -18,10 +18,7 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
     map_private,
-    open_anonymous_file,
     receive_with_fds,
-    seal,
-    write_all,
 )
 from mpwatch.os_support.processes import has_descriptor, is_ending, read_process_state
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
@@ -133,12 +130,6 @@ class Rank:
                 fds = fds[MAX_DESCRIPTORS:]
             self._send(frame, fds)
 
-    def send_file(self, kind: MessageKind, data: bytes) -> None:
-        """Write data of any size to an anonymous file, and send the file's descriptor in a message. Raises OSError."""
-        with open_anonymous_file("mpwatch-message") as file:
-            write_all(file.fileno(), data)
-            self.send(kind, [file.fileno()])
-
     def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         if fds:
             sent = socket.send_fds(self.channel, [frame], list(fds), MSG_NOSIGNAL)
@@ -217,13 +208,13 @@ class Rank:
         """Make faulthandler write the main thread's stack, if the rank has not begun to answer this stack request.
 
         While the main thread runs C code, Python runs no signal handler. If it does run Python code, as in the handler that
-        answers, faulthandler can crash it. The signal goes to the main thread, because faulthandler writes the stack of the
-        one that gets it.
+        answers, faulthandler can crash it. It writes the stack of the thread that gets the signal: with Linux, of the main
+        thread, unless another signal is waiting for that.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
-            self.process.send_signal_to_main_thread(NATIVE_DUMP_SIGNAL)
+            self.process.send_signal(NATIVE_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Not a stopped rank, nor one that has replaced itself with another program. One that has closed its end of the
@@ -250,7 +241,6 @@ class Rank:
 def _read_file(fd: int) -> memoryview:
     if fd == -1:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    seal(fd)
     size = os.fstat(fd).st_size
     return map_private(fd, size) if size > MAX_COPY_SIZE else memoryview(os.pread(fd, size, 0))
 

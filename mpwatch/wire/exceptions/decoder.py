@@ -35,7 +35,7 @@ def set_builtin_attribute(error: BaseException, name: str, value: object) -> Non
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, even if the exception is a frozen dataclass."""
+    """Also to a frozen dataclass."""
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
@@ -83,10 +83,10 @@ def load_exception(data: bytes, message: str, members: list[BaseException]) -> B
     error = return_values.loads(data)
     if type(error) is tuple:
         cls, args, attributes = error
-        # without __init__, whose arguments are not known
-        error = find_builtin_base(cls).__new__(cls, *((message, members) if members else ()))
-        if not members:
-            set_builtin_attribute(error, "args", args)
+        base = find_builtin_base(cls)
+        args = (message, members) if members else args
+        error = base.__new__(cls, *args)
+        base.__init__(error, *args)  # not that of the class, whose arguments are not known
         for name, value in attributes.items():
             BaseException.__setattr__(error, name, value)  # the class may forbid it
     if not issubclass(type(error), BaseException):
@@ -134,23 +134,12 @@ def _set_references(error: BaseException, node: ExceptionNode, built: dict[int, 
         get_builtin_attribute(error, "__dict__")["__notes__"] = node["notes"]
 
 
-class ExceptionHeader:
-    """The name and text of one exception, and the file in which it was raised (empty if unknown)."""
-
-    __slots__ = ("name", "raised_in", "text")
-
-    def __init__(self, node: ExceptionNode) -> None:
-        self.name: str = node["name"]
-        self.text: str = node["text"]
-        self.raised_in: str = node["frames"][-1]["file"] if node["frames"] else ""
-
-
-def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
+def read_cause_chain(plain: bytes) -> list[ExceptionNode]:
     nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
-    chain: list[ExceptionHeader] = []
+    chain: list[ExceptionNode] = []
     number: int | None = 0
     while number is not None and len(chain) < len(nodes):
-        chain.append(ExceptionHeader(nodes[number]))
+        chain.append(nodes[number])
         number = nodes[number]["cause"]
     return chain
 
@@ -161,9 +150,4 @@ def read_summary(plain: bytes) -> str:
 
 
 def read_traceback_text(plain: bytes) -> str:
-    """Return the text of the traceback. If the rank could not make this text, make it from the names, texts and frames."""
-    import traceback
-
-    content = marshal.loads(plain)
-    text: str = content["traceback"]
-    return text or "".join(traceback.format_exception(build_graph(content["nodes"])))
+    return str(marshal.loads(plain)["traceback"])

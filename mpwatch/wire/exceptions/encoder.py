@@ -10,26 +10,24 @@ order. They are sent one after the other, so that user code that crashes or hang
 """
 
 import ast  # noqa: F401  traceback imports it at its first use, which would make a failure later by 3 ms
+import copyreg
 import marshal
 import traceback
-from collections.abc import Callable, Iterator
-from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.decoder import (
     ExceptionNode,
     find_builtin_base,
-    get_builtin_attribute,
     is_builtin_class,
     load_exception,
 )
 from mpwatch.wire.exceptions.tracebacks import read_frames
 from mpwatch.wire.pickling import return_values
 
+_get_slot_names: Any = vars(copyreg)["_slotnames"]
 MAX_NODES = 2000  # causes, contexts and group members together; further nodes are left out
 MAX_TEXT = 1 << 20  # characters of one text; a longer text is cut
-UNSENT_OBJECT = AttributeError.__dict__["obj"]  # it may be large, or a module. Python's own pickles leave it out, too
 
 
 class ExceptionEncoder:
@@ -42,14 +40,14 @@ class ExceptionEncoder:
             exception = waiting.pop(0)
             if id(exception) not in found:
                 found[id(exception)] = exception
-                references = (get_builtin_attribute(exception, name) for name in ("__cause__", "__context__"))
-                waiting += [other for other in (*references, *_get_members(exception)) if other is not None]
+                references = exception.__cause__, exception.__context__, *_get_members(exception)
+                waiting += [other for other in references if other is not None]
         self._errors = list(found.values())
         index = {key: number for number, key in enumerate(found)}
         self.nodes = [_encode_node(exception, index) for exception in self._errors]
 
     def plain(self) -> bytes:
-        sources = source_lines.collect_for_files({frame["file"] for node in self.nodes for frame in node["frames"]})
+        sources = source_lines.collect({frame["file"] for node in self.nodes for frame in node["frames"]})
         return marshal.dumps({"nodes": self.nodes, "traceback": _format_traceback(self._errors[0]), "sources": sources})
 
     def details(self) -> bytes:
@@ -58,39 +56,30 @@ class ExceptionEncoder:
     def locals(self) -> bytes:
         from mpwatch.wire.exceptions.local_variables import format_local_variables
 
-        return marshal.dumps(format_local_variables(get_builtin_attribute(error, "__traceback__") for error in self._errors))
-
-
-def _is_group(error: BaseException) -> bool:
-    return issubclass(type(error), BaseExceptionGroup)  # isinstance() would ask the object, which can override the answer
+        return marshal.dumps(format_local_variables(error.__traceback__ for error in self._errors))
 
 
 def _get_members(error: BaseException) -> tuple[BaseException, ...]:
-    return BaseExceptionGroup.__dict__["exceptions"].__get__(error) if _is_group(error) else ()
+    return error.exceptions if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _encode_node(error: BaseException, index: dict[int, int]) -> ExceptionNode:
     cls = type(error)
-    message = BaseExceptionGroup.__dict__["message"]
+    notes = getattr(error, "__notes__", None)
     return {
-        "name": _get_class_name(cls, "__name__"),
-        "qualname": _get_class_name(cls, "__qualname__"),
-        "module": _get_plain_text(lambda: cls.__module__),
+        "name": cls.__name__,
+        "qualname": cls.__qualname__,
+        "module": cls.__module__,
         "bases": _find_builtin_bases(cls),
         "text": _get_text(error),
-        "message": _get_plain_text(lambda: message.__get__(error)) if _is_group(error) else "",
-        "notes": _get_notes(error),
-        "frames": read_frames(get_builtin_attribute(error, "__traceback__")),
-        "cause": index.get(id(get_builtin_attribute(error, "__cause__"))),
-        "context": index.get(id(get_builtin_attribute(error, "__context__"))),
-        "suppress": get_builtin_attribute(error, "__suppress_context__"),
+        "message": error.message[:MAX_TEXT] if isinstance(error, BaseExceptionGroup) else "",
+        "notes": [note[:MAX_TEXT] for note in notes if isinstance(note, str)] if isinstance(notes, list) else [],
+        "frames": read_frames(error.__traceback__),
+        "cause": index.get(id(error.__cause__)),
+        "context": index.get(id(error.__context__)),
+        "suppress": error.__suppress_context__,
         "members": [index[id(member)] for member in _get_members(error) if id(member) in index],
     }
-
-
-def _get_class_name(cls: type, name: str) -> str:
-    text: str = type.__dict__[name].__get__(cls)  # a metaclass can override the attribute
-    return str.__str__(text)
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
@@ -106,8 +95,8 @@ def _find_builtin_bases(cls: type) -> list[str]:
 def _pickle(error: BaseException, node: ExceptionNode) -> bytes | None:
     """Return None unless the exception can be pickled, and be loaded again as an object of the same class.
 
-    A class that overrides `__reduce__` pickles itself. Otherwise the pickle has the class, the arguments and the attributes,
-    because the `__init__` of many classes does not take `args`, with which plain pickle would call it.
+    A class that overrides `__reduce__` pickles itself. Otherwise the pickle has the class, the arguments of the builtin base
+    and the attributes, because the `__init__` of many classes does not take `args`, with which plain pickle would call it.
     """
     cls, base = type(error), find_builtin_base(type(error))
     members = list(_get_members(error))
@@ -115,37 +104,14 @@ def _pickle(error: BaseException, node: ExceptionNode) -> bytes | None:
         if not members and (cls.__reduce__ is not base.__reduce__ or cls.__reduce_ex__ is not base.__reduce_ex__):
             data = return_values.dumps(error)
         else:
-            args = () if members else get_builtin_attribute(error, "args")
-            data = return_values.dumps((cls, args, dict(_iterate_attributes(error))))
+            _, args, attributes = (*base.__reduce__(error), {})[:3]
+            slots = [*_get_slot_names(cls), *(["name"] if isinstance(error, NameError | AttributeError) else [])]
+            attributes = {**attributes, **{name: getattr(error, name) for name in slots if hasattr(error, name)}}
+            attributes.pop("__notes__", None)
+            data = return_values.dumps((cls, () if members else args, attributes))
         return data if type(load_exception(data, node["message"], members)) is cls else None
     except BaseException:  # noqa: BLE001  user code, which may even exit
         return None
-
-
-def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
-    """Yield what is in the exception's `__dict__` and in its slots, such as `OSError.filename`."""
-    yield from ((name, value) for name, value in get_builtin_attribute(error, "__dict__").items() if name != "__notes__")
-    for cls in type(error).__mro__:
-        if cls in (BaseException, BaseExceptionGroup, object):  # "plain" has what these have
-            continue
-        for name, slot in vars(cls).items():
-            is_slot = isinstance(slot, MemberDescriptorType | GetSetDescriptorType) and name != "__weakref__"
-            if is_slot and slot is not UNSENT_OBJECT:
-                try:
-                    value = slot.__get__(error)
-                except AttributeError:  # a slot without a value
-                    continue
-                if value is not None:  # OSError distinguishes an unset filename2 from None
-                    yield name, value
-
-
-def _get_plain_text(read: Callable[[], Any]) -> str:
-    """Return a plain `str`, since marshal refuses subclasses."""
-    try:
-        text = read()
-        return str.__str__(text)[:MAX_TEXT] if isinstance(text, str) else ""
-    except BaseException:  # noqa: BLE001
-        return ""
 
 
 def _get_text(error: BaseException) -> str:
@@ -155,17 +121,6 @@ def _get_text(error: BaseException) -> str:
         return f"<its __str__ raised {type(error_in_str).__name__}>"
 
 
-def _get_notes(error: BaseException) -> list[str]:
-    try:
-        notes = getattr(error, "__notes__", ())
-        return [str.__str__(note)[:MAX_TEXT] for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
-    except BaseException:  # noqa: BLE001
-        return []
-
-
 def _format_traceback(error: BaseException) -> str:
-    try:
-        text = "".join(traceback.format_exception(error))
-    except BaseException:  # noqa: BLE001  a __str__ or a __notes__ may raise anything
-        return ""
+    text = "".join(traceback.format_exception(error))
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"

@@ -1,4 +1,4 @@
-"""Sends source code that is in no file: notebook cells, a program on stdin, and generated code.
+"""Sends source code that is in no file: notebook cells, and generated code.
 
 Python prints a traceback with the lines that the module `linecache` finds. A rank lacks the cells of the caller's notebook,
 and the caller lacks the code that a rank has generated. So the sources are sent with each call and with each exception, and
@@ -12,16 +12,14 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from types import CodeType
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
-STDIN = "<stdin>"
 COMMAND = "<string>"  # Python's file name for `python -c` and for any other code from a string
 MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or one exception
 
 
-def collect_for_files(names: Iterable[str]) -> dict[str, str]:
+def collect(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in names:
         if name != COMMAND and not os.path.exists(name):
@@ -36,19 +34,7 @@ def collect_for_files(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
-    all_code = list(codes)
-    found = collect_for_files({code.co_filename for code in all_code})
-    on_stdin = [code for code in all_code if code.co_filename == STDIN]
-    if on_stdin and STDIN not in found:
-        text = _read_program_on_stdin()
-        if text and _contains(text, on_stdin):
-            found[STDIN] = text
-    return found
-
-
 def get_ipython_shell() -> Any:
-    """Return IPython's shell object, or None if this program does not run in IPython."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
@@ -69,28 +55,3 @@ def add_to_linecache(sources: Mapping[str, str]) -> None:
             if not linecache.getlines(name):
                 # without a modification time, linecache does not look for a file again
                 linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-
-
-def _read_program_on_stdin() -> str:
-    """Return the text of a program on stdin (`python < program`), or "" if stdin is a pipe, which cannot be read again."""
-    try:
-        size = os.fstat(0).st_size
-        return os.pread(0, min(size, MAX_SIZE), 0).decode()
-    except (OSError, ValueError):
-        return ""
-
-
-def _contains(text: str, wanted: list[CodeType]) -> bool:
-    """Return whether `text` is the program of this code. Stdin may also hold lines of the shell that has started Python."""
-    try:
-        found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return found.issuperset(wanted)
-
-
-def _iterate_codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, type(code)):
-            yield from _iterate_codes(constant)

@@ -18,7 +18,7 @@ import threading
 from weakref import WeakSet
 
 from mpwatch.wire.pickling import main_module
-from mpwatch.wire.pickling.packed import Discarded, Packed, Unpacked, map_packed
+from mpwatch.wire.pickling.packed import Packed, Unpacked, map_packed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ MAX_INLINE_SIZE = 7 << 10
 
 
 class FunctionCall:
-    __slots__ = ("args", "backend", "backend_timeout", "fn", "kwargs", "parts", "process_group_version")
-
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -73,7 +71,7 @@ class Payload(Packed):
         return [*([] if self.file is None else [self.file.fileno()]), *self._duplicates]
 
     def duplicate_fd(self, fd: int) -> int:
-        self._duplicates.extend(map(os.dup, [fd]))  # one call of C code, in which no signal handler can leak the descriptor
+        self._duplicates.append(os.dup(fd))
         return len(self._duplicates) - 1
 
     def close(self) -> None:
@@ -85,8 +83,6 @@ class Payload(Packed):
 
 
 class FdPlaceholder:
-    """Replaces a descriptor in the pickled arguments of a call."""
-
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -145,28 +141,32 @@ def pack(call: FunctionCall) -> Payload:
 
 def find_refused(thing: Any) -> tuple[Any, Exception] | None:
     """Return the part that cannot be pickled, and why. None if `thing` can be."""
-    pickler = _make_pickler(Discarded())
-    with _SpawnPopenStub(lambda _: 0):
-        try:
+    payload = Payload()
+    pickler = _make_pickler(payload)
+    try:
+        with _SpawnPopenStub(payload.duplicate_fd):
             pickler.dump(thing)
-        except Exception as error:  # noqa: BLE001  pickling runs code of the user
-            return pickler.last, error
+    except Exception as error:  # noqa: BLE001  pickling runs code of the user
+        return pickler.last, error
+    finally:
+        payload.close()
     return None
 
 
-def _make_pickler(packed: Packed | Discarded) -> Pickler:
+def _make_pickler(packed: Packed) -> Pickler:
     from mpwatch.wire.pickling.pickler import Pickler  # not at the top: a rank may not need cloudpickle
     from mpwatch.wire.pickling.reducers import get_table
 
     return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
-def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> FunctionCall:
+def unpack(body: bytes, fds: list[int], choose_part: Callable[[int], int]) -> FunctionCall:
     """In a rank: load a call, and close its descriptors. Raises OSError, and what user code raises.
 
-    `fds` is None if the rank could not receive the descriptors. `choose_part` returns the index of this rank's part.
+    Some of the descriptors `fds` are missing, or all, if the rank has too many. `choose_part` returns the index of this
+    rank's part.
     """
-    if fds is None:
+    if not (body or fds):
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
     global _earlier_threads
     _earlier_threads = threading.enumerate()

@@ -2,10 +2,9 @@
 
     [ make: empty, but one can refer to it ][ fill: the contents that it has in the sender ][ put: its name in its module ]
 
-Nothing that has made a definition runs again: no decorator, no metaclass, no `__set_name__`. So nothing is lost of what they
-have done, whatever arguments they had. Only an `__init_subclass__` of an importable module runs, since it may register the
-class there. Definitions can refer to each other, since all are made before one is filled. And
-plain pickle, torch.save and the workers of a DataLoader find them in `__main__`.
+Nothing that has made a definition runs again: no decorator, no metaclass, no `__init_subclass__`, no `__set_name__`. So
+nothing is lost of what they have done, whatever arguments they had. Definitions can refer to each other, since all are made
+before one is filled. And plain pickle, torch.save and the workers of a DataLoader find them in `__main__`.
 
 pickler.py has the sender's half. This half imports little, because each rank of a script needs it.
 """
@@ -119,26 +118,22 @@ def make_code(args: Any, sources: dict[str, str]) -> CodeType:
 # --- Classes
 
 
-def make_class(number: str | None, meta: Any, name: str, bases: Any, body: dict[str, Any], options: Any) -> Any:  # noqa: PLR0917
-    cls = None if number is None else _by_id.get(number)
-    if cls is None:
-        meta = meta or type(bases[0])
-        hidden = list(_hide_hooks(bases))
-        try:
-            cls = _find_in_c(meta, "__new__")(meta, name, bases, body, **options)
-            _find_in_c(meta, "__init__")(cls, name, bases, body)
-        finally:
-            for base, hook in hidden:
-                type.__setattr__(base, "__init_subclass__", hook)
-        if hasattr(meta, "register"):
-            from abc import ABCMeta
+def make_class(meta: Any, name: str, bases: Any, body: dict[str, Any]) -> Any:
+    meta = meta or type(bases[0])
+    hidden = list(_hide_hooks(bases))
+    try:
+        cls = _find_in_c(meta, "__new__")(meta, name, bases, body)
+        _find_in_c(meta, "__init__")(cls, name, bases, body)
+    finally:
+        for base, hook in hidden:
+            type.__setattr__(base, "__init_subclass__", hook)
+    if hasattr(meta, "register"):
+        from abc import ABCMeta
 
-            if issubclass(meta, ABCMeta):
-                from _abc import _abc_init  # type: ignore[import-not-found]
+        if issubclass(meta, ABCMeta):
+            from _abc import _abc_init  # type: ignore[import-not-found]
 
-                _abc_init(cls)
-        _remember(number, cls)
-        _unfilled.add(id(cls))
+            _abc_init(cls)
     return cls
 
 
@@ -161,23 +156,15 @@ def _hide_hooks(bases: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def fill_class(cls: Any, state: Any) -> None:
-    attributes, registered, hook_keywords, puts, overwrite = state
-    is_new = id(cls) in _unfilled
-    if is_new or overwrite:
+    attributes, registered, puts, overwrite = state
+    if id(cls) in _unfilled or overwrite:
         _unfilled.discard(id(cls))
-        _set_attributes(cls, attributes)
+        set_attribute = _find_in_c(type(cls), "__setattr__")
+        for name, value in attributes.items():
+            set_attribute(cls, name, value)
         for each in registered:
             cls.register(each)
-        if is_new and hook_keywords is not None:
-            super(cls, cls).__init_subclass__(**hook_keywords)  # the base may have a registry in its module
-            _set_attributes(cls, attributes)
         _put(puts)
-
-
-def _set_attributes(cls: Any, attributes: dict[str, Any]) -> None:
-    set_attribute = _find_in_c(type(cls), "__setattr__")
-    for name, value in attributes.items():
-        set_attribute(cls, name, value)
 
 
 # --- Other named objects
@@ -224,15 +211,6 @@ def call_in(module: str, make: Callable[..., Any], args: Iterable[Any], options:
 
 def make_cached(fn: Any, parameters: dict[str, Any]) -> Any:
     return lru_cache(**parameters)(fn)
-
-
-def make_context_var(name: str, default: tuple[Any, ...], value: tuple[Any, ...]) -> Any:
-    from contextvars import ContextVar
-
-    var: Any = ContextVar(name, default=default[0]) if default else ContextVar(name)
-    if value and value != default:
-        var.set(value[0])
-    return var
 
 
 def make_dead_reference() -> Any:

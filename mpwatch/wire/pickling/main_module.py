@@ -35,9 +35,6 @@ pickle.loads(data)
 def describe(modules: Iterable[str]) -> dict[str, Any]:
     main: Any = sys.modules["__main__"]
     about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name is not None:
-        about["spec"] = spec.name
     path = getattr(main, "__file__", None)
     if path is not None and os.path.exists(path):  # '<stdin>' is no file
         about["__file__"] = os.path.abspath(path)
@@ -53,10 +50,6 @@ def set_up(about: dict[str, Any]) -> None:
         _finder.files.update(files)
         if _finder not in sys.meta_path:
             sys.meta_path.append(_finder)
-    if (spec := about.pop("spec", None)) is not None:
-        from importlib.machinery import ModuleSpec
-
-        about["__spec__"] = ModuleSpec(spec, None)
     main = sys.modules["__main__"]
     vars(main).update(about)
     from multiprocessing import spawn

@@ -1,5 +1,5 @@
-"""Pickle the arrays that NumPy itself copies into the pickle, so that each rank gets a copy: subclasses and masked arrays,
-arrays that are not contiguous, and memmaps. All ranks map one memory instead, or a memmap's own file.
+"""Pickle the arrays that NumPy itself copies into the pickle, so that each rank gets a copy: subclasses, arrays
+that are not contiguous, and memmaps. All ranks map one memory instead, or a memmap's own file.
 
 This module imports numpy, so other modules import this module only if numpy is already loaded.
 """
@@ -26,12 +26,6 @@ def reduce_subclass(array: Any) -> Any:
     return (*make, vars(array), None, None, fill_attributes) if getattr(array, "__dict__", None) else make
 
 
-def reduce_masked(array: Any) -> Any:
-    if array._baseclass is not np.ndarray:
-        return array.__reduce__()
-    return _rebuild_masked, (array.data, array.mask, array._fill_value, array.hardmask)
-
-
 def reduce_memmap(array: Any) -> Any:
     """Open the file again, if the array is a part of it."""
     memory, path = array._mmap, array.filename
@@ -45,7 +39,3 @@ def reduce_memmap(array: Any) -> Any:
 
 def _rebuild_subclass(array: Any, cls: Any) -> Any:
     return array.view(cls)
-
-
-def _rebuild_masked(data: Any, mask: Any, fill_value: Any, is_hard: bool) -> Any:
-    return np.ma.MaskedArray(data, mask, fill_value=fill_value, hard_mask=is_hard)

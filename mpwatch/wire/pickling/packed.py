@@ -80,10 +80,6 @@ class Packed:
             write_all(self.file.fileno(), end)
         return self
 
-    @property
-    def size(self) -> int:
-        return len(self.body) if self.file is None else os.fstat(self.file.fileno()).st_size
-
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
@@ -106,17 +102,6 @@ class Packed:
         return at, buffer.nbytes
 
 
-class Discarded:
-    """Takes the place of a `Packed`, to find out whether an object can be pickled."""
-
-    def write(self, _: object) -> None:
-        pass
-
-    def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        buffer.raw()  # raises if the buffer is not contiguous
-        return False
-
-
 def map_packed(fd: int) -> memoryview:
     """Map the file of a `Packed` into memory. Raises OSError."""
     size = os.fstat(fd).st_size
@@ -127,14 +112,12 @@ def map_packed(fd: int) -> memoryview:
 
 
 class Unpacked:
-    """The content of a `Packed`: its body, or the mapped file. Raises ValueError if the bytes are none."""
+    """The content of a `Packed`: its body, or the mapped file."""
 
     def __init__(self, content: bytes | memoryview) -> None:
         data = memoryview(content)
         end = len(data) - TRAILER.size
-        size, buffers = TRAILER.unpack(data[end:]) if end >= 0 else (1, 0)
-        if size > end:
-            raise ValueError("these bytes contain no pickles of mpwatch")
+        size, buffers = TRAILER.unpack(data[end:])
         if buffers and data.readonly:  # the file was copied into a message
             data = memoryview(bytearray(data))
         self._data = data

@@ -10,14 +10,10 @@ those of a base. It copies the globals of other modules into wrappers of decorat
 """
 
 import abc
-import ast
 import copyreg
 import dis
-import inspect
 import re
 import sys
-import textwrap
-import threading
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -102,8 +98,6 @@ class Pickler(cloudpickle.Pickler):
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
-        if issubclass(kind, threading.local):
-            return NEW_OBJECT, (kind,), vars(obj)
         if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
             from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
 
@@ -165,7 +159,7 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_function(self, fn: FunctionType) -> Reduced:
         annotations = _get_annotations(fn)
-        puts = self._find_globals(fn, fn.__globals__, _find_global_names(fn.__code__), _iterate_texts(annotations))
+        puts = self._find_globals(fn, fn.__globals__, find_global_names(fn.__code__), _iterate_texts(annotations))
         state = GET_ATTRIBUTES(fn), annotations, vars(fn), puts, _find_submodules(fn, puts)
         args = fn.__code__, self._get_namespace(fn.__globals__), fn.__closure__
         return definitions.make_function, args, state, None, None, definitions.fill_function
@@ -173,7 +167,7 @@ class Pickler(cloudpickle.Pickler):
     def _reduce_code(self, code: CodeType) -> Reduced:
         name = code.co_filename
         if name not in self.sources:
-            self.sources[name] = source_lines.collect_for_code([code])
+            self.sources[name] = source_lines.collect([name])
         return definitions.make_code, (GET_CODE_ARGS(code), self.sources[name])
 
     # --- Classes
@@ -188,6 +182,8 @@ class Pickler(cloudpickle.Pickler):
             return getattr, (module, cls.__qualname__)
         if not cls.__flags__ & HEAP_TYPE:
             return NotImplemented
+        if hasattr(cls, "__struct_config__"):
+            raise TypeError("a msgspec.Struct can be sent only if it is defined in a module")
         attributes = {
             name: value
             for name, value in vars(cls).items()
@@ -209,13 +205,10 @@ class Pickler(cloudpickle.Pickler):
         for name in ("__annotate_func__", "__annotations_cache__"):
             attributes.pop(name, None)
         puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", NOTHING), texts=_iterate_texts(annotations))
-        state = attributes, registered, _find_hook_keywords(cls), puts, self.is_call
-        options: dict[str, Any] = {}
-        if hasattr(cls, "__struct_config__"):
-            options = _describe_struct(cls, body, attributes)
+        state = attributes, registered, puts, self.is_call
         meta = None if type(cls) is type(cls.__bases__[0]) else type(cls)
-        args = get_id(cls), meta, cls.__name__, cls.__bases__, body, options
-        return definitions.make_class, args, state, None, None, definitions.fill_class
+        args = get_id(cls), definitions.make_class, meta, cls.__name__, cls.__bases__, body
+        return definitions.make_named, args, state, None, None, definitions.fill_class
 
     # --- Other objects
 
@@ -317,7 +310,7 @@ def _find_defining_module(cls: type) -> Any:
 _global_names: WeakKeyDictionary[CodeType, dict[str, None]] = WeakKeyDictionary()
 
 
-def _find_global_names(code: CodeType) -> dict[str, None]:
+def find_global_names(code: CodeType) -> dict[str, None]:
     """Return the names of globals that the code uses, those in its local classes too, and in `globals()["name"]`."""
     names = _global_names.get(code)
     if names is None:
@@ -326,7 +319,7 @@ def _find_global_names(code: CodeType) -> dict[str, None]:
             names.update((each, None) for each in code.co_consts if isinstance(each, str) and each.isidentifier())
         for each in code.co_consts:
             if isinstance(each, CodeType):
-                names.update(_find_global_names(each))
+                names.update(find_global_names(each))
         _global_names[code] = names
     return names
 
@@ -371,41 +364,6 @@ def _iterate_texts(annotations: Mapping[str, Any]) -> Iterator[str]:
 
 def _is_type(value: object) -> bool:
     return isinstance(value, type | FunctionType | ModuleType) or type(value).__module__ in TYPING_MODULES
-
-
-def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a class of msgspec, whose metaclass is in C, and needs its fields when it makes the class."""
-    import msgspec
-
-    del body["__slots__"]
-    body["__annotations__"] = annotations = attributes.get("__annotations__", {})
-    for each in msgspec.structs.fields(cls):
-        if each.name in annotations:
-            options = {"default": each.default, "default_factory": each.default_factory, "name": each.encode_name}
-            body[each.name] = Loaded(definitions.call_in, "", msgspec.field, (), options)
-    for name in [name for name in attributes if name.startswith(("__struct_", "__match_args__"))]:
-        del attributes[name]
-    keyword_only = inspect.signature(cls).parameters.values()
-    config = {name: getattr(cls.__struct_config__, name) for name in dir(cls.__struct_config__) if not name.startswith("_")}
-    return {**config, "kw_only": all(each.kind is each.KEYWORD_ONLY for each in keyword_only if each.name in annotations)}
-
-
-def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
-    """Return the keywords of the class statement if an `__init_subclass__` of a module may register the class there."""
-    base = next(base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base))
-    module = _module_of(base)
-    if module is None or _travels(module) or module.__name__.partition(".")[0] in sys.stdlib_module_names:
-        return None
-    try:
-        statement: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-        names = vars(sys.modules[cls.__module__])
-        return {
-            each.arg: names[each.value.id] if isinstance(each.value, ast.Name) else ast.literal_eval(each.value)
-            for each in statement.keywords
-            if each.arg not in {"metaclass", None}
-        }
-    except (OSError, TypeError, SyntaxError, ValueError, KeyError, AttributeError):  # no source, or other expressions
-        return None
 
 
 # --- Reducers

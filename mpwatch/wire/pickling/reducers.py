@@ -8,10 +8,8 @@ import copyreg
 import functools
 import io
 import sys
-import threading
 import weakref
 from collections.abc import Callable
-from contextvars import Context, ContextVar, copy_context
 from operator import attrgetter
 from pickle import PickleBuffer
 from types import CellType, ModuleType
@@ -54,7 +52,7 @@ def get_table(*, for_call: bool = False) -> Reducers:
 
 
 def _get_loaded() -> tuple[bool, ...]:
-    return tuple(name in sys.modules for name in ("torch.storage", "numpy", "numpy.ma"))
+    return tuple(name in sys.modules for name in ("torch.storage", "numpy"))
 
 
 def _is_of_torch(cls: type) -> bool:
@@ -65,7 +63,7 @@ def _make_library_reducers(
     loaded: tuple[bool, ...], shared: Reducers, *, for_call: bool
 ) -> dict[type, Callable[[Any], Any]]:
     table: dict[type, Callable[[Any], Any]] = {}
-    has_torch, has_numpy, has_masked_arrays = loaded
+    has_torch, has_numpy = loaded
     if has_numpy:
         import numpy as np
 
@@ -74,8 +72,6 @@ def _make_library_reducers(
         table[np.ndarray] = numpy_arrays.reduce_array
         if for_call:  # another program may have no such file
             table[np.memmap] = numpy_arrays.reduce_memmap
-        if has_masked_arrays:
-            table[np.ma.MaskedArray] = numpy_arrays.reduce_masked
     if has_torch:
         import torch
 
@@ -116,25 +112,13 @@ def _reduce_cached_property(prop: Any) -> Reduced:
     return functools.cached_property, (prop.func,), state
 
 
-def _reduce_context_var(var: ContextVar[Any]) -> Reduced:
-    found: list[tuple[Any, ...]] = []
-    for context in (Context(), copy_context()):  # the default, and the value
-        try:
-            found.append((context.run(var.get),))
-        except LookupError:
-            found.append(())
-    return definitions.make_context_var, (var.name, *found)
-
-
 OBJECTS: Reducers = {
     CellType: _reduce_cell,
     ModuleType: reduce_module,
     functools.cached_property: _reduce_cached_property,
-    threading.local: lambda local: (threading.local, (), vars(local)),
     weakref.WeakKeyDictionary: lambda weak: (weakref.WeakKeyDictionary, (dict(weak),)),
     weakref.WeakValueDictionary: lambda weak: (weakref.WeakValueDictionary, (dict(weak),)),
     weakref.ReferenceType: lambda ref: (
         (weakref.ref, (ref(),)) if ref() is not None else (definitions.make_dead_reference, ())
     ),
-    ContextVar: _reduce_context_var,
 }

@@ -10,17 +10,19 @@ import copyreg
 import io
 import pickle
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from types import FunctionType
 
 from mpwatch.wire.pickling.definitions import received
-from mpwatch.wire.pickling.packed import VIEW_REDUCERS, Discarded, Packed, Unpacked
+from mpwatch.wire.pickling.packed import VIEW_REDUCERS, Packed, Unpacked
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeVar
+
+    from mpwatch.wire.pickling.pickler import Pickler
 
     T = TypeVar("T")
     MakePickler = Callable[[Any, Any], pickle.Pickler]  # from a stream and a function that keeps large buffers
@@ -43,12 +45,11 @@ def pack_none() -> bytes:
 
 
 def find_refused(value: Any) -> Any:
-    """Return the part of the value that cannot be pickled."""
-    discarded = Discarded()
-    pickler = _make_pickler(discarded, discarded.keep)
-    with suppress(Exception):
+    packed = Packed("mpwatch-value", MAX_INLINE_SIZE)
+    pickler = _make_pickler(packed, packed.keep)
+    with suppress(Exception), closing(packed):
         pickler.dump(value)
-    return getattr(pickler, "last", value)
+    return pickler.last
 
 
 def open_value(content: bytes | memoryview) -> tuple[str, Unpacked]:
@@ -121,20 +122,16 @@ def _make_plain_pickler(stream: Any, keep: Any) -> pickle.Pickler:
     return pickler
 
 
-def _make_pickler(stream: Any, keep: Any) -> pickle.Pickler:
-    try:
-        from mpwatch.wire.pickling.pickler import Pickler
-        from mpwatch.wire.pickling.reducers import get_table
-    except Exception:  # noqa: BLE001  the function has run for long: the package was removed or replaced, or cannot be read
-        return _make_plain_pickler(stream, keep)
+def _make_pickler(stream: Any, keep: Any) -> Pickler:
+    from mpwatch.wire.pickling.pickler import Pickler
+    from mpwatch.wire.pickling.reducers import get_table
+
     return Pickler(stream, get_table(), keep)
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
     if "torch.storage" not in sys.modules:
         return {}
-    try:
-        from mpwatch.wire.pickling.torch_storages import REDUCERS
-    except Exception:  # noqa: BLE001  see `_make_pickler`. torch then pickles its tensors itself
-        return {}
+    from mpwatch.wire.pickling.torch_storages import REDUCERS
+
     return REDUCERS

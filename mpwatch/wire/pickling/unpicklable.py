@@ -8,23 +8,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 MAX_PARTS = 100_000  # to look at
-MAX_DEPTH = 30
 ATOMS = (int, float, complex, str, bytes, types.NoneType)
 Part = tuple[str, Any]  # the text that the part adds to the path, and the part itself
 
 
 def find_path(named: Iterable[Part], refused: Any) -> str | None:
     """Return the shortest path, which begins with a name in `named`. None if the object was made by pickling."""
-    waiting = deque((name, thing, 0) for name, thing in named)
-    seen = {id(thing) for _, thing, _ in waiting}
+    waiting = deque(named)
+    seen = {id(thing) for _, thing in waiting}
     while waiting and len(seen) < MAX_PARTS:
-        path, thing, depth = waiting.popleft()
+        path, thing = waiting.popleft()
         if thing is refused:
             return path
-        for step, part in _iterate_parts(thing) if depth < MAX_DEPTH else ():
+        for step, part in _iterate_parts(thing):
             if id(part) not in seen and not isinstance(part, ATOMS) and not _is_imported(part):
                 seen.add(id(part))
-                waiting.append((path + step, part, depth + 1))
+                waiting.append((path + step, part))
     return None
 
 
@@ -64,24 +63,19 @@ def _iterate_parts(thing: Any) -> Iterator[Part]:
 
 
 def _iterate_function_parts(fn: types.FunctionType) -> Iterator[Part]:
+    from mpwatch.wire.pickling.pickler import find_global_names  # not at the top: it imports cloudpickle
+
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
         try:
             yield f" closes over {name!r}", cell.cell_contents
         except ValueError:  # the cell is empty
             continue
-    for name in _iterate_global_names(fn.__code__):
+    for name in find_global_names(fn.__code__):
         if name in fn.__globals__:
             yield f" uses the global {name!r}", fn.__globals__[name]
     yield from ((f" has the default [{i}]", value) for i, value in enumerate(fn.__defaults__ or ()))
     yield from ((f" has the default {name!r}", value) for name, value in (fn.__kwdefaults__ or {}).items())
     yield from ((f".{name}", value) for name, value in vars(fn).items())
-
-
-def _iterate_global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _iterate_global_names(constant)
 
 
 def _iterate_instance_parts(thing: Any) -> Iterator[Part]:

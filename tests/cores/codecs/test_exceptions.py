@@ -260,7 +260,7 @@ def test_any_graph_keeps_its_shape(error):
 def test_headers_are_read_without_rebuilding():
     data = ExceptionEncoder(chain(raise_and_catch(RefusesToPickle("text")), cause=NoText())).plain()
     expected = [("RefusesToPickle", "text"), ("NoText", "<its __str__ raised RuntimeError>")]
-    assert [(node.name, node.text) for node in read_cause_chain(data)] == expected
+    assert [(node["name"], node["text"]) for node in read_cause_chain(data)] == expected
     assert "RefusesToPickle: text" in read_traceback_text(data)
 
 
@@ -270,7 +270,7 @@ def test_a_chain_of_300_and_a_traceback_of_500_frames():
         error = chain(ValueError(str(number)), cause=error)
     expected = [str(number) for number in reversed(range(300))]
     for sent in (error, round_trip(error)):
-        assert [node.text for node in read_cause_chain(ExceptionEncoder(sent).plain())] == expected
+        assert [node["text"] for node in read_cause_chain(ExceptionEncoder(sent).plain())] == expected
     deep = catch(failing.recurses)
     frames = traceback.extract_tb(round_trip(deep).__traceback__)
     assert len(frames) == len(traceback.extract_tb(deep.__traceback__)) > 500

@@ -1,6 +1,5 @@
 """The texts of local variables, which a rank makes for `debug="locals"`: bounded in size, in number and in time."""
 
-import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -43,7 +42,6 @@ def zero(value, words):
     ("value", "text"),
     [
         (Raises(), "<its repr raised SystemExit>"),
-        ([Raises()], "[<its repr raised SystemExit>]"),
         (b"x" * 100_000_000, f"b'{'x' * 246}...{'x' * 248}'"),
         ("x" * 100_000_000, f"'{'x' * 247}...{'x' * 248}'"),
         (dict.fromkeys(range(1_000_000)), f"{{{FIRST_20.replace(',', ': None,')}: None, ...}}"),
@@ -58,30 +56,13 @@ def test_only_the_beginning_of_a_large_value_is_read(value, text, monkeypatch):
     assert texts_of(divide, value)[0]["value"] == text
 
 
-def test_a_repr_that_hangs_is_left_out(monkeypatch):
-    released = threading.Event()
-
-    class Hangs:
-        def __repr__(self):
-            return str(released.wait())
-
-    monkeypatch.setattr(local_variables, "LIMIT_SECONDS", 0.2)
-    texts = texts_of(divide, 7, Hangs())
-    assert texts[1] == {"value": "7", "words": "['a', 'b']"}
-    assert texts[0]["count"] == STOPPED
-    released.set()
-    for thread in threading.enumerate():
-        if thread.name == "mpwatch-locals":
-            thread.join()
+def test_what_takes_too_long_is_left_out(monkeypatch):
+    monkeypatch.setattr(local_variables, "LIMIT_SECONDS", 0)
+    assert set(texts_of(divide, 7)[0].values()) == {STOPPED}
 
 
-def test_texts_variables_and_frames_are_bounded():
-    def recurse(depth):
-        return recurse(depth - 1) if depth else 1 / 0
-
+def test_texts_and_variables_are_bounded():
     names = "=".join(f"v{number}" for number in range(500))
     exec(f"def many():\n  {names} = 1\n  return 1 / 0", space := {})
     assert len(texts_of(divide, Batch(1, ["x" * 400] * 20))[0]["value"]) <= MAX_TEXT
     assert len(texts_of(space["many"])[0]) == MAX_VARIABLES
-    texts = texts_of(recurse, 500)
-    assert (len(texts), texts[0]["depth"], texts[500]["depth"]) == (100, "500", "0")

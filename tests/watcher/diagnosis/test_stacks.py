@@ -35,7 +35,7 @@ def test_stacks_of_all_threads():
     error = error_beside(stack_functions.waits_with_many_threads)
     main, *others = error.result.stacks[0].split("\n\n")
     assert "in waits_with_many_threads" in main
-    assert sum("in wait_in_a_thread" in other for other in others) > 100
+    assert sum("in wait_in_a_thread" in other for other in others) > 50
 
 
 def test_a_deep_stack_is_cut_and_is_no_reason_to_wait():
@@ -75,7 +75,7 @@ def start_ranks_that_a_site_refuses(site):
 
 
 def test_startup_output_of_an_interpreter(tmp_path):
-    """It goes to stderr. If the rank never becomes ready, it is in the report instead."""
+    """If the rank never becomes ready, it is in the report."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     done = call(start_ranks_that_a_site_refuses, str(tmp_path))
     first, verdict, *rest = done.stdout.splitlines()
@@ -83,8 +83,7 @@ def test_startup_output_of_an_interpreter(tmp_path):
     assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
     assert rest[0] == "  what it printed:"
     assert "    SystemExit: no licence" in rest
-    # two ranks, multiprocessing's resource tracker, and the other rank if it was called before it was stopped
-    assert done.stderr in ("output of the site\n" * 3, "output of the site\n" * 4)
+    assert done.stderr == "output of the site\n"  # of multiprocessing's resource tracker
 
 
 def write_to_stderr():
