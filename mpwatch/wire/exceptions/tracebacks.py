@@ -1,10 +1,7 @@
-"""The frames of a traceback: plain values in the rank, and frames again in the caller.
+"""The frames of a traceback: plain values in the rank, which tblib makes into frames again in the caller.
 
     rank    read_frames       traceback -> [Frame, ...], the outermost first
-    caller  build_traceback   [Frame, ...] -> traceback
-
-Python makes a frame only of code that runs. So for each frame, the caller runs a statement that raises at the same place:
-then Python marks the same expression with carets, and pytest and debuggers show the same function.
+    caller  build_traceback   [Frame, ...] -> tblib -> traceback; carets.py adds what tblib lacks
 
 pytest and IPython hide a frame that has a true `__tracebackhide__`, so this variable is sent, too. The values of other
 variables are sent only with debug="locals", as text (local_variables.py).
@@ -13,11 +10,10 @@ variables are sent only with debug="locals", as text (local_variables.py).
 from __future__ import annotations
 
 from itertools import islice
-from types import TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import CodeType, FrameType
+    from types import FrameType, TracebackType
     from typing import Any
 
 Frame = dict[str, "Any"]  # the keys are in `_read_frame`, and "locals" if the rank has sent variables
@@ -25,7 +21,6 @@ Frame = dict[str, "Any"]  # the keys are in `_read_frame`, and "locals" if the r
 Span = tuple[int, int, int]
 HIDE_VARIABLE = "__tracebackhide__"
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
-NO_COLUMN = -1  # makes the compiler write no columns
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
@@ -40,12 +35,12 @@ def _read_frame(trace: TracebackType) -> Frame:
     code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
     line = max(trace.tb_lineno or 0, 0)  # generated code may have no line numbers: None, or -1 in early versions of 3.11
     return {
-        "file": code.co_filename,
-        "name": code.co_name,
-        "qualname": code.co_qualname,
+        "file": str.__str__(code.co_filename),
+        "name": str.__str__(code.co_name),
+        "qualname": str.__str__(code.co_qualname),
         "first_line": code.co_firstlineno,
         "line": line,
-        "module": str(module or ""),
+        "module": str.__str__(module) if isinstance(module, str) else "",
         "is_hidden": _hides(trace.tb_frame),
         "span": _read_span(trace, line),
     }
@@ -68,42 +63,24 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
 
 
 def build_traceback(frames: list[Frame]) -> TracebackType | None:
-    trace = None
+    from tblib import Traceback
+
+    from mpwatch.wire.exceptions.carets import add_carets
+
+    first = None
     for frame in reversed(frames):
-        raised = _raise_at(frame)
-        trace = TracebackType(trace, raised.tb_frame, raised.tb_lasti, frame["line"])
-    return trace
-
-
-def _raise_at(frame: Frame) -> TracebackType:
-    hidden = {HIDE_VARIABLE: True} if frame["is_hidden"] else {}
-    trace: Any = None
-    try:
-        exec(  # noqa: S102  it only raises
-            _compile_raise(frame),
-            {"__name__": frame["module"], "__file__": frame["file"]},
-            {**frame.get("locals", {}), **hidden},
+        entry = Traceback.from_dict(
+            {
+                "tb_frame": {
+                    "f_globals": {"__name__": frame["module"], "__file__": frame["file"]},
+                    "f_locals": frame.get("locals", {}) | ({HIDE_VARIABLE: True} if frame["is_hidden"] else {}),
+                    "f_code": {"co_filename": frame["file"], "co_name": frame["name"]},
+                    "f_lineno": frame["line"],
+                },
+                "tb_lineno": frame["line"],
+                "tb_next": None,  # linked below: from_dict recurses, and a RecursionError has 1,000 frames
+            }
         )
-    except TypeError as error:  # None is no exception
-        trace = error.__traceback__
-    raised: TracebackType = trace.tb_next  # the first entry is the frame of this function
-    return raised
-
-
-def _compile_raise(frame: Frame) -> CodeType:
-    import ast
-
-    line = frame["line"]
-    end, column, end_column = frame["span"] or (line, NO_COLUMN, NO_COLUMN)
-    first = min(frame["first_line"], line)
-    before = first - 1  # the compiler counts from line 1, until `replace` sets another first line
-    place: Any = {
-        "lineno": line - before,
-        "end_lineno": end - before,
-        "col_offset": column,
-        "end_col_offset": end_column,
-    }
-    module = ast.Module([ast.Raise(ast.Constant(None, **place), None, **place)], [])
-    return compile(module, frame["file"], "exec").replace(
-        co_name=frame["name"], co_qualname=frame["qualname"], co_firstlineno=first
-    )
+        entry.tb_next = first
+        first = entry
+    return add_carets(first.as_traceback(), frames) if first is not None else None
