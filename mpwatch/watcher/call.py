@@ -138,7 +138,7 @@ class Call:
             never_ready=machine.never_ready,
             silent_ranks=machine.heartbeats.silent_ranks,
             heartbeat_timeout=spec.heartbeat_timeout,
-            passed_limit=machine.passed_limit,
+            passed_limit=f"timeout={self.timeout:g} s" if machine.is_overdue else "",
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             interrupt_cause=machine.interrupt_cause,

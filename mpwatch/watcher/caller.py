@@ -158,7 +158,7 @@ class Caller:
         """After an exception: stop the ranks that were to work for this thread, and wait until they have ended."""
         watcher, call = self.watcher, self._call
         watcher.cancel_start()
-        if not self._has_begun or not watcher.is_alive():
+        if not self._has_begun or not watcher.is_running():
             return
         if self._ends_ranks:
             self.signals.post_interrupt(signal.SIGTERM)

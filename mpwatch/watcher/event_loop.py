@@ -322,14 +322,11 @@ class EventLoop:
         spec = self._spec
         members = [self._ranks[number] for number in call.ranks]
         suspended = self.suspended_seconds - call.suspended_before
-        limits = {}
-        if call.timeout is not None:
-            limits[f"timeout={call.timeout:g} s"] = call.started_at + call.timeout + suspended
         machine = CallMachine(
             {rank.number: m.RankPhase.READY if rank.is_ready else m.RankPhase.STARTING for rank in members},
             now=monotonic(),
             grace_period=spec.grace_period,
-            limits=limits,
+            timeout_at=math.inf if call.timeout is None else call.started_at + call.timeout + suspended,
             start_deadline=min(rank.started_at for rank in members) + spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
             stop_timeout=spec.stop_policy.timeout,

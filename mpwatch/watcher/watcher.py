@@ -172,10 +172,7 @@ class Watcher:
         return answers[0] if answers else None
 
     def is_running(self) -> bool:
-        return self._thread is not None and not self.is_finished
-
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive() and not self.is_finished
 
     def belongs_to_this_process(self) -> bool:
         """Return False in a fork of the program."""
@@ -204,7 +201,7 @@ class Watcher:
     def close_when_finished(self) -> None:
         """Make the watcher thread call `close` when all ranks have ended."""
         self._closes_itself = True
-        if self.is_finished or not self.is_alive():
+        if not self.is_running():
             self.close()
 
     def _release(self) -> None:

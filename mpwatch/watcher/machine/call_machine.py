@@ -34,14 +34,11 @@ from mpwatch.watcher.machine.transitions import (
     StopReason,
 )
 
-NO_LIMITS: Mapping[str, float] = {}
-
 
 class CallMachine:
     """Decides about the ranks of one call, from its begin until its ranks are idle again or have ended.
 
-    All times are of one clock, in seconds. `limits` has the time at which each limit of the call is passed, by its name in
-    the report. `grace_period` is also the time that a rank has to exit after it has returned.
+    All times are of one clock, in seconds. `grace_period` is also the time that a rank has to exit after it has returned.
     `stop_timeout` counts from the request to stop, and `lease` is how long the ranks may run without contact to the other
     nodes. With `are_limits_suspended`, a prompt of a debugger is open.
     """
@@ -52,7 +49,7 @@ class CallMachine:
         *,
         now: float,
         grace_period: float,
-        limits: Mapping[str, float] = NO_LIMITS,
+        timeout_at: float = math.inf,
         start_deadline: float = math.inf,
         heartbeat_timeout: float | None = None,
         stop_timeout: float | None = None,
@@ -73,8 +70,8 @@ class CallMachine:
         self._dumping: set[int] = set()  # ranks whose stacks have not come yet
         self.keeps_ranks, self._grace_period, self._lease = keep_ranks, grace_period, lease
         self._stop_timeout = math.inf if stop_timeout is None else stop_timeout
-        self._limits, self._start_deadline = dict(limits), start_deadline
-        self.passed_limit = ""  # the name of the limit that has ended the call
+        self._timeout_at, self._start_deadline = timeout_at, start_deadline
+        self.is_overdue = False  # the timeout has ended the call
         self._stage_deadline = self._stop_deadline = math.inf
         self._limits_suspended_at = now if are_limits_suspended else None
 
@@ -108,7 +105,7 @@ class CallMachine:
         if self._limits_suspended_at is not None and self.is_running():
             soonest = math.inf
         elif self.is_running():
-            soonest = min(self._stage_deadline, self._stop_deadline, *self._limits.values())
+            soonest = min(self._stage_deadline, self._stop_deadline, self._timeout_at)
             if self.phase_table.counts[RankPhase.STARTING]:
                 soonest = min(soonest, self._start_deadline)
             if self.stage is CallStage.RUNNING:
@@ -183,10 +180,9 @@ class CallMachine:
             return self._stop(now)
         if self.stop_reason is not None:  # ranks of a WorkerGroup that did not react to SIGINT within the grace period
             return self._terminate(now, self.stop_reason) + self._kill(now)
-        for name, passed_at in self._limits.items():
-            if now >= passed_at:
-                self.passed_limit = name
-                return self._dump_stacks_then_stop(now, StopReason.TIMED_OUT)
+        if now >= self._timeout_at:
+            self.is_overdue = True
+            return self._dump_stacks_then_stop(now, StopReason.TIMED_OUT)
         if now >= self._stop_deadline:
             return self._on_stop_timeout(now)
         if now >= self._start_deadline and self.phase_table.counts[RankPhase.STARTING]:
@@ -221,7 +217,7 @@ class CallMachine:
             self.heartbeats.restart(now)
 
     def _shift_deadlines(self, seconds: float, *, stage_too: bool) -> None:
-        self._limits = {name: passed_at + seconds for name, passed_at in self._limits.items()}
+        self._timeout_at += seconds
         self._stop_deadline += seconds
         self._start_deadline += seconds
         self._stage_deadline += seconds if stage_too else 0.0

@@ -1,5 +1,6 @@
 """Any order of events, tried by Hypothesis: the machine of a call, used as the event loop uses it, and the diagnosis afterwards."""
 
+import math
 import signal
 
 from hypothesis import settings
@@ -69,7 +70,7 @@ class History(RuleBasedStateMachine):
             phases,
             now=self.now,
             grace_period=GRACE,
-            limits={} if self.timeout is None else {"timeout": self.now + self.timeout},
+            timeout_at=math.inf if self.timeout is None else self.now + self.timeout,
             start_deadline=self.now + START_TIMEOUT,
             heartbeat_timeout=self.limit,
             stop_timeout=self.stop_timeout,
@@ -318,7 +319,7 @@ class History(RuleBasedStateMachine):
             never_ready=machine.never_ready,
             signum=machine.signum,
             collective_verdict=self.verdict,
-            passed_limit=machine.passed_limit,
+            passed_limit="timeout" if machine.is_overdue else "",
             heartbeat_timeout=self.limit,
         )
         result = diagnose(observed)

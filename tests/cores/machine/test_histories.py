@@ -20,8 +20,8 @@ BY_SIGNAL, BY_CALLER = m.StopRequested("SIGUSR1", signal.SIGUSR1), m.StopRequest
 
 def running_machine(n=2, *, timeout=math.inf, ready=None, **options):
     """Return the machine of a call. So many of its ranks are ready; all of them by default."""
-    phases, limits = dict.fromkeys(range(n), m.RankPhase.STARTING), {"timeout": timeout}
-    machine = CallMachine(phases, now=0.0, grace_period=GRACE, start_deadline=START_TIMEOUT, limits=limits, **options)
+    phases = dict.fromkeys(range(n), m.RankPhase.STARTING)
+    machine = CallMachine(phases, now=0.0, grace_period=GRACE, start_deadline=START_TIMEOUT, timeout_at=timeout, **options)
     assert machine.begin() == []
     for rank in range(n if ready is None else ready):
         assert machine.handle(m.Ready(rank), 0.0) == [m.CallRank(rank)]
