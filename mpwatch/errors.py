@@ -14,7 +14,6 @@ from mpwatch.results.failure import FailureKind, ProcessFailure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult, format_report
-from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
 
 TIMEOUT_EXIT_CODE = 124  # the exit status of timeout(1)
@@ -128,7 +127,7 @@ def raise_if_failed(result: RunResult[Any]) -> None:
     if result.state is not WorkerState.SUCCEEDED:
         error = make_error(result)
         if error.__cause__ is not None and get_ipython_shell() is not None:
-            error.__traceback__ = get_builtin_attribute(error.__cause__, "__traceback__")
+            error.__traceback__ = error.__cause__.__traceback__
         raise error
 
 

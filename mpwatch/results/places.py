@@ -11,7 +11,6 @@ from traceback import walk_tb
 
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.stack_frames import parse_frames
-from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 from mpwatch.wire.exceptions.source_lines import cell_name
 
 SOURCE_LIMIT = 100  # characters of a line of source
@@ -71,8 +70,7 @@ def shorten_source(line: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    trace = get_builtin_attribute(error, "__traceback__")
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(error.__traceback__)]
     if not frames:
         return ""
     frames.reverse()

@@ -13,7 +13,6 @@ from mpwatch.os_support.signals import name_signal
 from mpwatch.results.failure import TEXT_LIMIT, format_ranks, summarize_exception
 from mpwatch.results.model import Attempt, Progress
 from mpwatch.results.places import PACKAGE_FOLDER
-from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 
 FATE_LINES = 30  # groups of ranks; further groups are counted
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
@@ -123,7 +122,7 @@ def format_unloadable_value(kind: str, error: BaseException) -> str:
 
 def _name_first_user_function(error: BaseException) -> str:
     """Return the function of user code that pickle called, such as `train.Model.__setstate__`, or "" if pickle raised."""
-    for frame, _ in walk_tb(get_builtin_attribute(error, "__traceback__")):
+    for frame, _ in walk_tb(error.__traceback__):
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         if not (code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")) or module == "importlib"):
             return f"{module}.{code.co_qualname}"

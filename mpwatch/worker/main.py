@@ -33,7 +33,6 @@ from mpwatch.os_support.signals import die_if_ended, die_with_writer
 
 # What an answer needs is imported before the function runs: later the package may have been removed or replaced, or the
 # function may have changed sys.path, the root folder or the user, or have left no descriptor.
-from mpwatch.wire.exceptions.decoder import set_builtin_attribute
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
@@ -308,7 +307,7 @@ def _remove_own_frames(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):
         trace = trace.tb_next
-    set_builtin_attribute(error, "__traceback__", trace)
+    BaseException.__setattr__(error, "__traceback__", trace)  # a frozen dataclass has another __setattr__
 
 
 # --- Exit ---

@@ -24,16 +24,6 @@ ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its 
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 
-def get_builtin_attribute(error: BaseException, name: str) -> Any:
-    """Read an attribute that every exception has, such as `__cause__`, even if the exception's class overrides it."""
-    return BaseException.__dict__[name].__get__(error)
-
-
-def set_builtin_attribute(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute of BaseException, such as `__cause__`, even if the exception's class overrides this attribute."""
-    BaseException.__dict__[name].__set__(error, value)
-
-
 def add_note(error: BaseException, note: str) -> None:
     """Also to a frozen dataclass."""
     notes = getattr(error, "__notes__", None)
@@ -126,12 +116,13 @@ def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseEx
 
 
 def _set_references(error: BaseException, node: ExceptionNode, built: dict[int, BaseException]) -> None:
-    set_builtin_attribute(error, "__cause__", built.get(node["cause"]))
-    set_builtin_attribute(error, "__context__", built.get(node["context"]))
-    set_builtin_attribute(error, "__suppress_context__", node["suppress"])
-    set_builtin_attribute(error, "__traceback__", build_traceback(node["frames"]))
+    """With BaseException.__setattr__, since a frozen dataclass has another."""
+    BaseException.__setattr__(error, "__cause__", built.get(node["cause"]))
+    BaseException.__setattr__(error, "__context__", built.get(node["context"]))
+    BaseException.__setattr__(error, "__suppress_context__", node["suppress"])
+    BaseException.__setattr__(error, "__traceback__", build_traceback(node["frames"]))
     if node["notes"]:
-        get_builtin_attribute(error, "__dict__")["__notes__"] = node["notes"]
+        BaseException.__setattr__(error, "__notes__", node["notes"])
 
 
 def read_cause_chain(plain: bytes) -> list[ExceptionNode]:
