@@ -44,12 +44,20 @@ def open_regular_file(path: str, flags: int) -> int:
 def open_anonymous_file(name: str) -> FileIO:
     """Create a file without a name: a memfd if possible, to which the limit of /dev/shm does not apply. Raises OSError."""
     if hasattr(os, "memfd_create"):
-        return FileIO(os.memfd_create(name), "rb+")
+        return FileIO(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb+")
     import tempfile
 
     fd, path = tempfile.mkstemp(prefix=name)
     os.unlink(path)
     return FileIO(fd, "rb+")
+
+
+def seal(fd: int) -> None:
+    """Keep all processes from shortening this file, if the system can: reading a mapped page that is gone is a SIGBUS."""
+    import fcntl
+
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
 def map_private(fd: int, size: int) -> memoryview:

@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, receive_with_fds
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
 from mpwatch.wire.messages import CALL_NUMBER, MAX_DESCRIPTORS, FrameDecoder, Message, MessageKind, encode_frame
 
 READ_SIZE = 1 << 13  # bytes; most calls are shorter
@@ -54,34 +54,53 @@ class Channel:
                 self._is_stop_unsent = False
                 self._socket.sendall(encode_frame(MessageKind.STOP_REQUESTED), MSG_NOSIGNAL)
 
-    def receive_call(self) -> tuple[int, bytes, list[int]] | None:
+    def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
         """Return the number of the next call, and the arguments for `call_payload.unpack`. None: no call will follow."""
         try:
             return self._read_call()
         except OSError:
             return None
 
-    def _read_call(self) -> tuple[int, bytes, list[int]] | None:
+    def _read_call(self) -> tuple[int, bytes, list[int] | None] | None:
         fds: list[int] = []
+        has_all = True
         while True:
             while not self._messages:
                 # Not in recvmsg(2): a process that sleeps there also wakes up when the watcher has read what the rank sent.
                 self._poll.poll()
-                data, more, _ = receive_with_fds(self._socket, READ_SIZE, MAX_DESCRIPTORS)
+                data, more, is_cut = receive_with_fds(self._socket, READ_SIZE, MAX_DESCRIPTORS)
                 if not data:
                     return None
                 self._messages += self._decoder.feed(data)
                 fds += more  # they belong to the frame that ends here: recvmsg reads nothing that follows descriptors
+                has_all &= not is_cut
             message = self._messages.pop(0)
-            if message.kind is MessageKind.CALL:
+            if message.kind is MessageKind.STARTUP_OUTPUT:
+                _write_startup_output(fds)
+                fds, has_all = [], True
+            elif message.kind is MessageKind.CALL:
                 break
-            if message.kind is not MessageKind.DESCRIPTORS:
+            elif message.kind is not MessageKind.DESCRIPTORS:
                 return None
+        if not has_all:
+            while fds:
+                os.close(fds.pop())
         (number,) = CALL_NUMBER.unpack_from(message.body)
-        return number, message.body[CALL_NUMBER.size :], fds
+        return number, message.body[CALL_NUMBER.size :], fds if has_all else None
 
     def detach(self) -> None:
         """Leave the descriptor open until the rank exits. If user code has closed it, another file may have the same number
         now.
         """
         self._socket.detach()
+
+
+def _write_startup_output(fds: list[int]) -> None:
+    """Write what the interpreter has printed before stderr was set up. The watcher must not, because this can block."""
+    for fd in fds:
+        with open(fd, "rb") as file:
+            file.seek(0)
+            try:
+                write_all(STDERR, file.read())
+            except OSError:  # stderr is closed
+                continue

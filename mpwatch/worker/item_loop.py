@@ -54,7 +54,7 @@ def _receive_items(channel: socket.socket) -> Sequence[Any] | None:
         return None
     kind, body, fds = message
     try:
-        items = call_payload.unpack(body, fds or [], lambda _: 0).args
+        items = call_payload.unpack(body, fds, lambda _: 0).args
     except Exception:
         if kind is ItemKind.ITEM:
             raise

@@ -38,7 +38,7 @@ from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import encode_call
+from mpwatch.wire.messages import MessageKind, encode_call
 from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import (
@@ -149,8 +149,13 @@ class ProcessPool:
         return self._slots[rank]
 
     def send_call(self, rank: Rank, number: int, payload: Payload) -> None:
-        """Raises LaunchError."""
+        """Raises LaunchError. Before the first call, the rank gets what its interpreter has printed, and writes it to its
+        stderr: this write can block, and the watcher must not.
+        """
         try:
+            if rank.stack_parser.startup_output:
+                rank.send_file(MessageKind.STARTUP_OUTPUT, rank.stack_parser.startup_output)
+                rank.stack_parser.startup_output = b""
             rank.send_frame(encode_call(number, payload.body), payload.fds)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {rank.number}", error)) from error

@@ -18,7 +18,10 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
     map_private,
+    open_anonymous_file,
     receive_with_fds,
+    seal,
+    write_all,
 )
 from mpwatch.os_support.processes import has_descriptor, is_ending, read_process_state
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
@@ -129,6 +132,12 @@ class Rank:
                 self._send(encode_frame(MessageKind.DESCRIPTORS), fds[:MAX_DESCRIPTORS])
                 fds = fds[MAX_DESCRIPTORS:]
             self._send(frame, fds)
+
+    def send_file(self, kind: MessageKind, data: bytes) -> None:
+        """Write data of any size to an anonymous file, and send the file's descriptor in a message. Raises OSError."""
+        with open_anonymous_file("mpwatch-message") as file:
+            write_all(file.fileno(), data)
+            self.send(kind, [file.fileno()])
 
     def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         if fds:
@@ -241,6 +250,7 @@ class Rank:
 def _read_file(fd: int) -> memoryview:
     if fd == -1:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    seal(fd)
     size = os.fstat(fd).st_size
     return map_private(fd, size) if size > MAX_COPY_SIZE else memoryview(os.pread(fd, size, 0))
 

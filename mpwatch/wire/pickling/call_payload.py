@@ -160,13 +160,12 @@ def _make_pickler(packed: Packed) -> Pickler:
     return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
-def unpack(body: bytes, fds: list[int], choose_part: Callable[[int], int]) -> FunctionCall:
+def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> FunctionCall:
     """In a rank: load a call, and close its descriptors. Raises OSError, and what user code raises.
 
-    Some of the descriptors `fds` are missing, or all, if the rank has too many. `choose_part` returns the index of this
-    rank's part.
+    `fds` is None if the rank could not receive the descriptors. `choose_part` returns the index of this rank's part.
     """
-    if not (body or fds):
+    if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
     global _earlier_threads
     _earlier_threads = threading.enumerate()

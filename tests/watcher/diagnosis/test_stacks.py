@@ -75,7 +75,7 @@ def start_ranks_that_a_site_refuses(site):
 
 
 def test_startup_output_of_an_interpreter(tmp_path):
-    """If the rank never becomes ready, it is in the report."""
+    """It goes to stderr. If the rank never becomes ready, it is in the report instead."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     done = call(start_ranks_that_a_site_refuses, str(tmp_path))
     first, verdict, *rest = done.stdout.splitlines()
@@ -83,7 +83,8 @@ def test_startup_output_of_an_interpreter(tmp_path):
     assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
     assert rest[0] == "  what it printed:"
     assert "    SystemExit: no licence" in rest
-    assert done.stderr == "output of the site\n"  # of multiprocessing's resource tracker
+    # two ranks, multiprocessing's resource tracker, and the other rank if it was called before it was stopped
+    assert done.stderr in ("output of the site\n" * 3, "output of the site\n" * 4)
 
 
 def write_to_stderr():
