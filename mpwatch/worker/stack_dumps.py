@@ -18,11 +18,11 @@ import faulthandler
 import os
 import sys
 import threading
+from collections import deque
 from contextlib import suppress
-from traceback import walk_stack
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
-from mpwatch.wire.messages import STACKS_END
+from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost frames
 MAX_NAME = 500  # characters, as in faulthandler
+MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
+LEFT_OUT_STACKS = f"\n{OTHER_THREADS_HEAD}\n  (their stacks are left out: all stacks together exceed 64 KiB)\n".encode()
 
 c_enable = faulthandler.enable
 _crash_fd: int  # where faulthandler writes the stack of a crash
@@ -83,29 +85,47 @@ def _enable_for_user(file: Any = None, *args: Any, **options: Any) -> None:
 class StackWriter:
     """The handler of PYTHON_DUMP_SIGNAL, which writes the stacks of all threads in faulthandler's format.
 
-    The main thread comes first, whole except for the middle of a deep stack: the outermost frames show whether the rank is
-    loading its call. faulthandler writes at most 100 other threads, and 100 frames of each.
+    The main thread comes first. The middle of a deep stack is left out: the outermost frames show whether the rank is
+    loading its call.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:
         self._pipe = pipe
         self._main_thread = main_thread
 
-    def __call__(self, _: int, frame: FrameType) -> None:
-        self._write(_format_stack(self._main_thread, frame) + b"\n")
-        faulthandler.dump_traceback(self._pipe)  # again the main thread's, which the watcher ignores
-        self._write(STACKS_END)
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        stack = _format_stack("Current thread", self._main_thread, frame)
+        self._write(stack)  # at once: the watcher sees that the answer has begun
+        room = MAX_BYTES - len(stack) - len(LEFT_OUT_STACKS) - len(STACKS_END)
+        others = []
+        frames = sys._current_frames()
+        # A variable that refers to this frame would keep the frame alive, with all frames and variables of the main thread.
+        del frames[self._main_thread]
+        for thread, innermost in frames.items():
+            stack = b"\n" + _format_stack("Thread", thread, innermost)
+            room -= len(stack)
+            if room < 0:
+                others.append(LEFT_OUT_STACKS)
+                break
+            others.append(stack)
+        self._write(b"".join(others) + STACKS_END)
 
     def _write(self, data: bytes) -> None:
         with suppress(OSError):  # the pipe is full or closed
             os.write(self._pipe, data)
 
 
-def _format_stack(thread: int, innermost: FrameType) -> bytes:
-    lines = [_format_frame(frame) for frame, _ in walk_stack(innermost)]
-    if len(lines) > INNERMOST_FRAMES + OUTERMOST_FRAMES:
-        lines[INNERMOST_FRAMES:-OUTERMOST_FRAMES] = ["  ...\n"]
-    return "".join([f"Current thread 0x{thread:016x} (most recent call first):\n", *lines]).encode()
+def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
+    innermost: list[FrameType] = []
+    outermost: deque[FrameType] = deque(maxlen=OUTERMOST_FRAMES)
+    count = 0
+    while frame is not None:
+        kept: list[FrameType] | deque[FrameType] = innermost if count < INNERMOST_FRAMES else outermost
+        kept.append(frame)
+        frame, count = frame.f_back, count + 1
+    gap = ["  ...\n"] if count > INNERMOST_FRAMES + OUTERMOST_FRAMES else []
+    head = f"{title} 0x{thread:016x} (most recent call first):\n"
+    return "".join([head, *map(_format_frame, innermost), *gap, *map(_format_frame, outermost)]).encode()
 
 
 def _format_frame(frame: FrameType) -> str:

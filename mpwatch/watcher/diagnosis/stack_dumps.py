@@ -2,9 +2,9 @@
 
 While the rank's interpreter starts, the pipe is its stderr. When the rank is ready, there are only stacks in it:
 
-- If the watcher asks for stacks, Python writes those of all threads and then STACKS_END. If Python does not answer in time,
-  faulthandler writes the stack of the main thread. The pipe has one of these texts or a mixture, without its end if the rank
-  was too slow or the pipe was full.
+- If the watcher asks for stacks, Python writes those of all threads and then STACKS_END, with a note under
+  OTHER_THREADS_HEAD if some are left out. If Python does not answer in time, faulthandler writes the stack of the main
+  thread. The pipe has one of these texts or a mixture, without its end if the rank was too slow or the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks begin with the innermost frame. The rank's side is worker/stack_dumps.py.
@@ -19,18 +19,18 @@ from itertools import dropwhile, pairwise, takewhile
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
 from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
-from mpwatch.wire.messages import STACKS_END
+from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "
 NATIVE_DUMP_HEAD = "Stack"  # faulthandler does not name the thread
-STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack)\b.*\(most recent call first\):$", re.MULTILINE)
+STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack|Other threads)\b.*\(most recent call first\):$", re.MULTILINE)
 THREAD_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 END_LINE = STACKS_END.decode()
 MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
 MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
 CUT_STACK = "  (the rest of this stack is missing)"
 MISSING_STACK = "  (its stack is missing)"
-MISSING_THREADS = "Other threads (most recent call first):\n  (not all of their stacks have come)"
+MISSING_THREADS = f"{OTHER_THREADS_HEAD}\n  (not all of their stacks have come)"
 CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
@@ -139,9 +139,11 @@ class StackDumpParser:
         for start, end in pairwise([*starts, len(text)]):
             stack = text[start:end].partition(END_LINE)[0]
             thread = THREAD_HEAD.match(stack)
-            if thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
+            if stack.startswith(OTHER_THREADS_HEAD):
+                others.append(stack)
+            elif thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
                 continue  # the kernel has given the signal to this thread
-            if thread is None:
+            elif thread is None:
                 native_stack = native_stack or stack
                 if not python_stack and _is_whole(native_stack):
                     break
