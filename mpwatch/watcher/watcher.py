@@ -161,9 +161,9 @@ class Watcher:
         """Return a View that publishes the reports of the ranks, or None if no observer asks for them."""
         return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
-    def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
+    def drain_output(self, seconds: float | None) -> None:
         """Wait until everything that the ranks have printed so far was written, or log a warning after `seconds`."""
-        if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
+        if not self.output.drain_all(seconds):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
             self.deferred_log.warning(text)
         self.outbox.run_all()

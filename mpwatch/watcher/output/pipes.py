@@ -1,4 +1,4 @@
-"""Before a rank starts, open the pipes or files that become its stdout and stderr."""
+"""Before a rank starts, open the pipes that become its stdout and stderr."""
 
 import os
 from contextlib import ExitStack, suppress
@@ -8,7 +8,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, format_prefix
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import grow_pipe, open_regular_file
-from mpwatch.watcher.output.multiplexer import RankStream
+from mpwatch.watcher.output.rank_stream import RankStream
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -26,15 +26,8 @@ class StdioFds:
 
     @property
     def is_captured(self) -> bool:
-        """Whether stdout or stderr goes to a pipe, a file or /dev/null."""
+        """Whether stdout or stderr goes to a pipe or /dev/null."""
         return (self.stdout, self.stderr) != (None, None)
-
-    def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """Until the rank is ready, its interpreter writes to the stack pipe instead of stderr (stack_dumps.py)."""
-        if startup_output and self.stderr_tail.direct_file:
-            # If the disk is full, the failure's report still has this output.
-            with suppress(OSError), open(self.stderr_tail.direct_file, "ab", opener=open_regular_file) as file:
-                file.write(startup_output)
 
 
 class OutputPipe:
@@ -71,9 +64,12 @@ class OutputPipe:
 
 
 class StdioOpener:
-    def __init__(self, spec: LogSpec, host: str) -> None:
+    """`has_lines`: whether output is shown in lines with prefixes."""
+
+    def __init__(self, spec: LogSpec, host: str, *, has_lines: bool) -> None:
         self._spec = spec
         self._host = host
+        self._has_lines = has_lines
 
     def open(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
         """Raises LaunchError and OSError. `child_ends` receives the callbacks that close the child's ends here."""
@@ -89,13 +85,9 @@ class StdioOpener:
             return None
         if route is StreamRoute.DISCARD:
             return _close_with(child_ends, os.open(os.devnull, os.O_WRONLY))
-        file_fd = self._open_file(stream, worker, stdio.stderr_tail) if self._spec.writes(stream, worker.rank) else None
-        if file_fd is not None:
-            _close_with(child_ends if route is StreamRoute.FILE else own_ends, file_fd)
-        if route is StreamRoute.FILE:
-            if stream == "stderr":
-                stdio.stderr_tail.direct_file = stdio.stderr_tail.log_files[stream]
-            return file_fd
+        file_fd = None
+        if self._spec.writes(stream, worker.rank):
+            file_fd = _close_with(own_ends, self._open_file(stream, worker, stdio.stderr_tail))
         read_fd, write_fd = os.pipe()
         _close_with(own_ends, read_fd)
         _close_with(child_ends, write_fd)
@@ -109,9 +101,11 @@ class StdioOpener:
 
     def _make_rank_stream(self, stream: str, worker: Worker) -> RankStream:
         template = AUTO_PREFIX if self._spec.prefix is None else self._spec.prefix
-        return RankStream(
-            worker.rank, stream, lambda: format_prefix(template, worker, self._host).encode(errors="backslashreplace")
-        )
+
+        def make_prefix() -> bytes:
+            return format_prefix(template, worker, self._host).encode(errors="backslashreplace")
+
+        return RankStream(worker.rank, stream, make_prefix if self._has_lines else None)
 
     def _open_file(self, stream: str, worker: Worker, stderr_tail: StderrTail) -> int:
         folder = Path(self._spec.folder_of_run(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
