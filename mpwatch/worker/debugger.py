@@ -4,10 +4,9 @@
 
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
-    rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place), ("completions", words),
-                        ("quit",): the user ends the run
-    watcher to rank     ("ready",) or ("refused", reason), then ("complete", text, line, begin, end), and for each prompt
-                        ("line", text), ("end of file",) or ("refused", reason)
+    rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place), ("quit",): the user ends the run
+    watcher to rank     ("ready",) or ("refused", reason), then for each prompt ("line", text), ("end of file",) or
+                        ("refused", reason)
 
 Objects of Pdb with streams of the user's own, and subclasses with their own `cmdloop` such as IPython's, stay as they are.
 """
@@ -122,17 +121,13 @@ class Prompt:
         with self.lock:
             self.send("prompt", text, can_be_left, name, place)
             assert self._connection is not None
-            while True:
-                try:
-                    kind, *values = self._connection.recv()
-                except (EOFError, OSError):
-                    _wait_for_end()
-                if kind == "complete":
-                    self.send("completions", _complete(debugger, *values))
-                elif kind == "refused":
-                    _refuse(values[0])
-                else:
-                    return f"{values[0]}\n" if kind == "line" else ""
+            try:
+                kind, *values = self._connection.recv()
+            except (EOFError, OSError):
+                _wait_for_end()
+            if kind == "refused":
+                _refuse(values[0])
+            return f"{values[0]}\n" if kind == "line" else ""
 
     def send(self, *message: object) -> None:
         self.open()
@@ -257,15 +252,3 @@ def _raised_at_sigterm() -> Iterator[None]:
 
 def _raise_stop(*_: object) -> None:
     raise _StopError
-
-
-def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:
-    """Return the completions of a word, in the same way as `cmd.Cmd.complete`. `line` must not begin with blanks."""
-    try:
-        complete = debugger.completenames
-        if begin > 0:
-            command = debugger.parseline(line)[0]
-            complete = getattr(debugger, f"complete_{command}", debugger.completedefault)
-        return [str(word) for word in complete(text, line, begin, end)]
-    except Exception:  # noqa: BLE001  code of the user's objects may raise; a completion is not worth a message
-        return []

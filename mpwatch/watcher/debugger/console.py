@@ -12,10 +12,10 @@ output of the ranks is held back until the next prompt.
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.os_support.clock import monotonic
@@ -24,14 +24,15 @@ from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
 from mpwatch.watcher.debugger.line_input import PromptClosedError, explain_missing_prompt, read_line
-from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.observers.view_driver import ViewDriver
-from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name
+
+if TYPE_CHECKING:
+    from mpwatch.watcher.observers.view_driver import ViewDriver
+    from mpwatch.watcher.signals import Signals
+    from mpwatch.watcher.watcher import Watcher
 
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
-COMPLETION_SECONDS = 1.0
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
@@ -41,27 +42,6 @@ ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
 STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
-
-
-class WatchedRanks(Protocol):
-    """What the console uses of the Watcher."""
-
-    deferred_log: DeferredLog
-    output: RankOutput
-
-    def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]:
-        """Return the new sockets: the rank, the descriptor, and why it was opened."""
-
-    def take_stacks(self, seconds: float | None) -> Stacks: ...
-    def suspend_limits(self, *, are_suspended: bool) -> None: ...
-    def interrupt_after(self, seconds: float, signum: int) -> None: ...
-
-
-class Prompter(Protocol):
-    received: list[int]
-    is_at_prompt: bool
-
-    def quit(self, error: BaseException) -> None: ...
 
 
 class RankSession:
@@ -76,7 +56,6 @@ class RankSession:
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
         self.wants_to_quit = False
-        self._completions: list[list[str]] = []  # the answers to `complete`
 
     def receive(self) -> None:
         """Read the messages that have arrived from the rank. Raises EOFError or OSError if the rank has ended."""
@@ -90,8 +69,6 @@ class RankSession:
                     self.place = format_place(*place)
                 self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {text}"
                 self.is_at_prompt = True
-            elif kind == "completions":
-                self._completions.append(values[0])
             elif kind == "quit":
                 self.wants_to_quit = True
 
@@ -104,21 +81,9 @@ class RankSession:
         with suppress(OSError):  # the rank has ended; `receive` notices it
             self.connection.send(message)
 
-    def complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        """Ask the rank how the word `text` can be completed."""
-        self._completions.clear()
-        deadline = monotonic() + COMPLETION_SECONDS
-        try:
-            self.connection.send(("complete", text, line, begin, end))
-            while not self._completions and self.connection.poll(max(0.0, deadline - monotonic())):
-                self.receive()
-        except (EOFError, OSError):
-            return []
-        return self._completions[0] if self._completions else []
-
 
 class DebuggerConsole:
-    def __init__(self, watcher: WatchedRanks) -> None:
+    def __init__(self, watcher: "Watcher") -> None:
         self._watcher = watcher
         self._output = watcher.output
         self._has_warned = False
@@ -131,7 +96,7 @@ class DebuggerConsole:
         """When a message arrives on one of these, call `serve`."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
-    def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
+    def serve(self, signals: "Signals", view: "ViewDriver | None") -> None:
         """Show the prompts of the ranks until no rank waits at a prompt."""
         self._update()
         first = self._choose()
@@ -149,7 +114,7 @@ class DebuggerConsole:
                 try:
                     self._show_output(session)
                     signals.is_at_prompt = True
-                    self._handle_line(session, read_line(session.prompt, session.connection.fileno(), session.complete))
+                    self._handle_line(session, read_line(session.prompt, session.connection.fileno()))
                 except PromptClosedError:
                     self._write("\n")
                     self._receive()
@@ -286,7 +251,7 @@ class DebuggerConsole:
         verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
         return f"rank {last.rank}{verb}{place}; {now}"
 
-    def _quit(self, session: RankSession, signals: Prompter) -> None:
+    def _quit(self, session: RankSession, signals: "Signals") -> None:
         if not self._has_quit:
             self._has_quit = True
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
@@ -294,7 +259,7 @@ class DebuggerConsole:
             self._watcher.interrupt_after(QUIT_SECONDS, signal.SIGTERM)
 
     @contextmanager
-    def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
+    def _suspended_run(self, view: "ViewDriver | None") -> Iterator[None]:
         with ExitStack() as stack:
             self._watcher.suspend_limits(are_suspended=True)
             stack.callback(self._watcher.suspend_limits, are_suspended=False)
