@@ -110,7 +110,7 @@ class Rank:
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=self.is_ready
         )
-        self.stack_parser.discard_dump()
+        self.stack_parser.end_dump()
         self.awaits_dump = False
         return self.observations
 
