@@ -10,9 +10,6 @@ torch can give a new process group the name of a destroyed group. The records in
 group is created, this module stores the number that the next record will have. If a record has the group's name and a
 number lower than the stored number, the record comes from a destroyed group, and this module ignores the record.
 
-A "world" begins when `init_process_group` creates a default group, and ends when this default group is destroyed. A process
-group belongs to the world that exists when the group is created.
-
 The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
 stack into the crash socket. The buffer of this socket is so small that faulthandler's write blocks until the watcher reads.
@@ -80,12 +77,11 @@ class _Group:
 
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
-    number: int  # among the groups of this name in the world, from 1
     first_records: Mapping[str, int]  # from each backend to the number of the first record that can be the group's
 
 
 _has_started = False
-_groups: dict[str, _Group] = {}  # all groups that were made in the present world, even destroyed ones, by torch's name
+_groups: dict[str, _Group] = {}  # the latest of each name, even destroyed ones, by torch's name
 _torch_rank: int | None = None  # in the default process group made last
 _requests: socket.socket | None = None
 _lock = threading.Lock()  # held by the thread that takes and answers a request
@@ -121,8 +117,7 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
         _torch_rank = sys.modules["torch.distributed"].get_rank()
     details = torch_private.get_process_groups()
     for name in (names[group] for group in names.keys() - known):
-        number = _groups[name].number + 1 if name in _groups else 1
-        _groups[name] = _Group(*details[name], number, next_records)
+        _groups[name] = _Group(*details[name], next_records)
 
 
 def _get_next_records() -> dict[str, int]:
@@ -293,7 +288,6 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
         sequence=_get_number(entry),
         backend=_get_backend(entry),
         group=DEFAULT_GROUP if is_default else f"{group} ({description})" if is_described else group,
-        group_number=noted.number if noted else 1,
         ranks=noted.ranks if noted else (),
         input_shapes=tuple(map(tuple, entry["input_sizes"][:MAX_TENSORS])),
         output_shapes=tuple(map(tuple, entry["output_sizes"][:MAX_TENSORS])),

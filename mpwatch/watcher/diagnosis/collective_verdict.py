@@ -6,10 +6,8 @@ torch's flight recorder numbers the collectives of each process group. Number N 
 - ABSENT: ranks wait in a collective that another rank has not called. If its function still runs, it may do so later.
 - CROSSED: ranks wait for one another in different collectives, perhaps not for ever if one of the calls was asynchronous.
 
-ABSENT blames the absent ranks, the others the minority, or nobody if it is not certain who that is. A program may have
-several torch worlds (default process groups), with numbers of their own for the ranks; if two ranks have one number in a
-world, there is no verdict on it. torch's own comparison (torch.distributed.flight_recorder) takes the call of the first rank
-as correct.
+ABSENT blames the absent ranks, the others the minority, or nobody if it is not certain who that is. torch's own comparison
+(torch.distributed.flight_recorder) takes the call of the first rank as correct.
 """
 
 import math
@@ -51,7 +49,6 @@ class Group(NamedTuple):
     name: str
     backend: str
     ranks: tuple[int, ...]
-    number: int = 1  # the number of this process group among those with the same name
 
 
 Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
@@ -110,21 +107,15 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts to log, and add their findings to `warned`. One warning is enough for the same ranks."""
-    stalls = list(stalls)
-    named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
-    new = []
-    for stall in stalls:
-        if stall.finding not in warned and not (stall.blamed and named.issuperset(stall.blamed)):
-            new.append(stall)
-            warned.add(stall.finding)
-            named.update(stall.blamed)
+    """Return the verdicts to log, and add their findings to `warned`."""
+    new = [stall for stall in stalls if stall.finding not in warned]
+    warned.update(stall.finding for stall in new)
     return new
 
 
 @dataclass(eq=False)
 class _Members:
-    """A process group, and what is known of its ranks. Unlike a Group with all its ranks, it is quick to hash."""
+    """A process group, and what is known of its ranks."""
 
     group: Group
     ranks: list[int]  # those that have answered, by mpwatch's numbers
@@ -167,7 +158,6 @@ class _Calls:
         self.by_rank: dict[int, dict[_Slot, Collective]] = {}  # oldest first
         self._known = {rank for rank, answer in answers.items() if answer.torch_rank == rank}
         self._by_group: dict[Group, _Members] = {}
-        self._by_id: dict[tuple[object, ...], _Members] = {}  # the answers keep the tuples of ranks alive
         if all(answer.torch_rank in (None, rank) for rank, answer in answers.items()):
             for rank in sorted(self._known):
                 self._add(rank, answers[rank])
@@ -183,12 +173,10 @@ class _Calls:
                 members.last_numbers[rank] = max(call.sequence, members.last_numbers.get(rank, 0))
 
     def _get_members(self, call: Collective) -> _Members:
-        by_id = call.group, call.backend, id(call.ranks), call.group_number
-        if by_id not in self._by_id:
-            group = Group(call.group, call.backend, call.ranks, call.group_number)
-            members = _Members(group, [rank for rank in call.ranks if rank in self._known])
-            self._by_id[by_id] = self._by_group.setdefault(group, members)
-        return self._by_id[by_id]
+        group = Group(call.group, call.backend, call.ranks)
+        if group not in self._by_group:
+            self._by_group[group] = _Members(group, [rank for rank in call.ranks if rank in self._known])
+        return self._by_group[group]
 
     def list_slots(self) -> list[_Slot]:
         return sorted(
