@@ -12,10 +12,10 @@ output of the ranks is held back until the next prompt.
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.os_support.clock import monotonic
@@ -24,12 +24,10 @@ from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
 from mpwatch.watcher.debugger.line_input import PromptClosedError, explain_missing_prompt, read_line
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.observers.view_driver import ViewDriver
+from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name
-
-if TYPE_CHECKING:
-    from mpwatch.watcher.observers.view_driver import ViewDriver
-    from mpwatch.watcher.signals import Signals
-    from mpwatch.watcher.watcher import Watcher
 
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
@@ -42,6 +40,27 @@ ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
 STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
+
+
+class WatchedRanks(Protocol):
+    """What the console uses of the Watcher."""
+
+    deferred_log: DeferredLog
+    output: RankOutput
+
+    def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]: ...
+    def take_stacks(self, seconds: float | None) -> Stacks: ...
+    def suspend_limits(self, *, are_suspended: bool) -> None: ...
+    def interrupt_after(self, seconds: float, signum: int) -> None: ...
+
+
+class Prompter(Protocol):
+    """What the console uses of Signals."""
+
+    received: list[int]
+    is_at_prompt: bool
+
+    def quit(self, error: BaseException) -> None: ...
 
 
 class RankSession:
@@ -83,7 +102,7 @@ class RankSession:
 
 
 class DebuggerConsole:
-    def __init__(self, watcher: "Watcher") -> None:
+    def __init__(self, watcher: WatchedRanks) -> None:
         self._watcher = watcher
         self._output = watcher.output
         self._has_warned = False
@@ -96,7 +115,7 @@ class DebuggerConsole:
         """When a message arrives on one of these, call `serve`."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
-    def serve(self, signals: "Signals", view: "ViewDriver | None") -> None:
+    def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
         """Show the prompts of the ranks until no rank waits at a prompt."""
         self._update()
         first = self._choose()
@@ -251,7 +270,7 @@ class DebuggerConsole:
         verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
         return f"rank {last.rank}{verb}{place}; {now}"
 
-    def _quit(self, session: RankSession, signals: "Signals") -> None:
+    def _quit(self, session: RankSession, signals: Prompter) -> None:
         if not self._has_quit:
             self._has_quit = True
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
@@ -259,7 +278,7 @@ class DebuggerConsole:
             self._watcher.interrupt_after(QUIT_SECONDS, signal.SIGTERM)
 
     @contextmanager
-    def _suspended_run(self, view: "ViewDriver | None") -> Iterator[None]:
+    def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
         with ExitStack() as stack:
             self._watcher.suspend_limits(are_suspended=True)
             stack.callback(self._watcher.suspend_limits, are_suspended=False)
