@@ -108,10 +108,6 @@ class EventBus:
     def _deliver(self, event: Event) -> None:
         if self._keep_events and not isinstance(event, Progressed):
             self.events.append(event)
-        self._notify(event)
-
-    def _notify(self, event: Event) -> None:
-        interrupt: BaseException | None = None
         observers: list[Any] = self._progress_observers if isinstance(event, Progressed) else self._observers
         for observer in tuple(observers):
             try:
@@ -120,13 +116,6 @@ class EventBus:
                 observers[:] = [other for other in observers if other is not observer]
                 text = "the observer %r failed at the event %r; it receives no more events"
                 log_now(logging.ERROR, text, observer, event.name, error=error)
-            except BaseException as error:  # noqa: BLE001  the other observers receive the event first
-                interrupt = error
-        try:
-            if interrupt is not None:
-                raise interrupt
-        finally:
-            del interrupt  # its traceback has this frame
 
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:

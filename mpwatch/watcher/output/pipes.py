@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpwatch.errors import LaunchError
@@ -15,14 +16,14 @@ from mpwatch.wire.resource_errors import with_remedy
 PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread handles another rank
 
 
+@dataclass(eq=False)
 class StdioFds:
     """The descriptors that become stdout and stderr of one rank. None: it inherits the caller's."""
 
-    def __init__(self) -> None:
-        self.stdout: int | None = None
-        self.stderr: int | None = None
-        self.stderr_tail = StderrTail()
-        self.pipes: list[OutputPipe] = []
+    stdout: int | None = None
+    stderr: int | None = None
+    stderr_tail: StderrTail = field(default_factory=StderrTail)
+    pipes: list["OutputPipe"] = field(default_factory=list)
 
     @property
     def is_captured(self) -> bool:
@@ -30,21 +31,19 @@ class StdioFds:
         return (self.stdout, self.stderr) != (None, None)
 
 
+@dataclass(eq=False)
 class OutputPipe:
     """The watcher's end of the pipe of one stream, and its log file. Only the output thread uses it.
 
     `rank_stream` is None if the stream is not shown, and `stderr_tail` is None for stdout.
     """
 
-    def __init__(
-        self, fd: int, file_fd: int | None, path: str, rank_stream: RankStream | None, stderr_tail: StderrTail | None
-    ) -> None:
-        self.fd = fd
-        self.file_fd = file_fd
-        self.path = path
-        self.rank_stream = rank_stream
-        self.stderr_tail = stderr_tail
-        self.is_polled = False  # False before it is registered, and after its end was read
+    fd: int
+    file_fd: int | None
+    path: str
+    rank_stream: RankStream | None
+    stderr_tail: StderrTail | None
+    is_polled: bool = False  # False before it is registered, and after its end was read
 
     def read(self, size: int) -> bytes | None:
         """Return bytes from the pipe, None if no bytes have come yet, or b"" if all writers have closed the pipe."""
