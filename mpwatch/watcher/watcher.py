@@ -31,7 +31,6 @@ from mpwatch.watcher.call import DebuggerSocket
 from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.inbox import Inbox
-from mpwatch.watcher.machine.transitions import Interrupted
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.progress_events import ProgressEvents
@@ -265,7 +264,3 @@ class Watcher:
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
         self.post(self.loop.suspend_limits, are_suspended=are_suspended)
-
-    def interrupt_after(self, seconds: float, signum: int) -> None:
-        """Interrupt the ranks once more, if they have not ended by then."""
-        self.post(self.loop.timers.call_at, monotonic() + seconds, partial(self.loop.interrupt, Interrupted(signum)))

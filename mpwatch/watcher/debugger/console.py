@@ -10,7 +10,6 @@ output of the ranks is held back until the next prompt.
 """
 
 import re
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,7 +31,6 @@ from mpwatch.wire.exceptions.source_lines import cell_name
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
-QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
@@ -51,7 +49,6 @@ class WatchedRanks(Protocol):
     def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]: ...
     def take_stacks(self, seconds: float | None) -> Stacks: ...
     def suspend_limits(self, *, are_suspended: bool) -> None: ...
-    def interrupt_after(self, seconds: float, signum: int) -> None: ...
 
 
 class Prompter(Protocol):
@@ -274,8 +271,6 @@ class DebuggerConsole:
         if not self._has_quit:
             self._has_quit = True
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
-            # A rank may have a handler for SIGTERM that does not end it. A second signal kills.
-            self._watcher.interrupt_after(QUIT_SECONDS, signal.SIGTERM)
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:

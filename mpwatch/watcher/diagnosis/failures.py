@@ -10,7 +10,6 @@ from dataclasses import replace
 from multiprocessing import spawn
 from typing import Any
 
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
@@ -124,8 +123,6 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     if is_before_stop(attempt, at):
         return True
     number = -(observed.exit_code or 0)
-    if observed.was_asked_for_stacks and number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
-        return False
     is_cancelled = attempt.stop_reason is StopReason.CANCELLED_BY_JOB and attempt.signum is not None
     if not (observed.signals_sent or is_cancelled or attempt.stop_reason is StopReason.INTERRUPTED):
         return True  # the watcher was still reading stacks, and had not sent SIGTERM

@@ -40,7 +40,6 @@ class RankObservations:
     crash_stack: str = ""  # the Python stack at the moment of a crash, in the same format
     startup_output: str = ""  # what the interpreter printed, if the rank never became ready
     stderr: str = ""  # its last lines, if the watcher reads it
-    was_asked_for_stacks: bool = False  # by a signal, which kills the rank if it executes another program at that moment
     is_dump_for_report: bool = False  # whether it was asked because it is stopped, not only for `stacks()` or Ctrl-Backslash
     # The latest ones at the first sign of a failure, or when the rank raised. None if it was not asked or did not answer.
     collectives: RankCollectives | None = None

@@ -94,11 +94,6 @@ class StackDumpParser:
         return _cut_at_rank_main(text[start:].partition(NATIVE_HEAD)[0]).rstrip("\n") if start >= 0 else ""
 
     @property
-    def unforwarded_output(self) -> bytes:
-        """What the interpreter printed at its start, and the watcher has not sent to the rank for its stderr yet."""
-        return self.startup_output if self.main_thread else bytes(self._data)
-
-    @property
     def failed_startup_output(self) -> str:
         """What the rank's interpreter printed, if the rank never became ready."""
         return "" if self.main_thread else self._get_text()

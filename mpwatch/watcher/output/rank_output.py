@@ -115,11 +115,9 @@ class RankOutput:
         self._jobs.append(job)
         self._job_wakeup.wake()
 
-    def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
-        """Drain and close the pipes of a rank when its process group has ended, and write what its interpreter printed, if
-        it did not.
-        """
-        self._post(partial(self._end_pipes, stdio.pipes, startup_output))
+    def end_rank(self, stdio: StdioFds) -> None:
+        """Drain and close the pipes of a rank when its process group has ended."""
+        self._post(partial(self._end_pipes, stdio.pipes))
 
     def hold(self, *, is_held: bool) -> None:
         """While a debugger's prompt is open, output waits until `drain_all`, and so does a rank whose pipe is full."""
@@ -169,13 +167,11 @@ class RankOutput:
                 self._selector.register(pipe.fd, EVENT_READ, pipe)
                 pipe.is_polled = True
 
-    def _end_pipes(self, pipes: Sequence[OutputPipe], startup_output: bytes) -> None:
-        open_pipes = [pipe for pipe in pipes if self._pipes.get(pipe.fd) is pipe]  # none after an error of this thread
-        for pipe in open_pipes:
-            if pipe.stderr_tail is not None and startup_output:
-                self._distribute(pipe, startup_output)
+    def _end_pipes(self, pipes: Sequence[OutputPipe]) -> None:
+        for pipe in pipes:
+            if self._pipes.get(pipe.fd) is not pipe:  # after an error of this thread
+                continue
             self._drain(pipe)
-        for pipe in open_pipes:
             if pipe.rank_stream is not None:
                 self._show(pipe, pipe.rank_stream.end_line())
             self._stop_polling(pipe)
@@ -266,7 +262,7 @@ class RankOutput:
             self._show(pipe, pipe.rank_stream.feed(data, monotonic()))
 
     def _stop_polling(self, pipe: OutputPipe) -> None:
-        """All writers have closed the pipe. The log file stays open for what `_end_pipes` may add."""
+        """All writers have closed the pipe. The log file stays open until `_end_pipes`."""
         if pipe.is_polled:
             pipe.is_polled = False
             self._selector.unregister(pipe.fd)

@@ -207,7 +207,7 @@ class ProcessPool:
                 text = "rank %d (pid %d) is dead, but a debugger holds it: it stays a zombie until the debugger detaches"
                 self.deferred_log.warning(text, rank.number, pid)
                 rank.process.abandon()
-            self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
+            self._output.end_rank(rank.stdio)
             self.guardian.release(pid)
             if group_exists(pid):
                 self._killed_groups[pid] = killed_at
@@ -218,7 +218,7 @@ class ProcessPool:
         self.deferred_log.warning(text, rank.number, rank.process.pid)
         rank.close()
         rank.process.abandon()
-        self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
+        self._output.end_rank(rank.stdio)
         rank.is_reaped = True
         del self.alive[rank.number]  # last: after an error the end of the pool tries again
 

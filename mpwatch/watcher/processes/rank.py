@@ -236,7 +236,6 @@ class Rank:
             return False
         self.read_stack_pipe()
         self.stack_parser.start_dump()
-        self.observations.was_asked_for_stacks = True
         self.process.send_signal(signum)
         return True
 
