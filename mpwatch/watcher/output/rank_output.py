@@ -30,7 +30,7 @@ import platform
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -78,9 +78,8 @@ class RankOutput:
             self._resources = stack.pop_all()
         self._jobs: deque[Callable[[], None]] = deque()
         self._pipes: dict[int, OutputPipe] = {}  # by descriptor
-        self._sinks: Mapping[str, Sink] = {}
+        self._sinks: dict[str, Sink] = {}  # by the caller's stream, without those that nothing more is written to
         self._coloured: Collection[str] = ()  # the caller's streams in which prefixes have colours
-        self._broken_sinks: set[str] = set()  # the caller's streams that nothing more is written to
         self._thread: threading.Thread | None = None
         self._is_held = False  # only jobs run, such as `_drain_all`
         self._is_over = False  # the thread reads and writes nothing more
@@ -151,14 +150,13 @@ class RankOutput:
 
     # --- jobs
 
-    def _start_call(self, sinks: Mapping[str, Sink], coloured: Collection[str]) -> None:
+    def _start_call(self, sinks: dict[str, Sink], coloured: Collection[str]) -> None:
         """End the lines of earlier calls. Use these sinks for the output of a new call."""
         for pipe in self._pipes.values():
             if pipe.rank_stream is not None:
                 self._show(pipe, pipe.rank_stream.end_line())
         self._close_sinks()
         self._sinks, self._coloured = sinks, coloured
-        self._broken_sinks.clear()
 
     def _add_pipes(self, pipes: Sequence[OutputPipe]) -> None:
         for pipe in pipes:
@@ -189,7 +187,7 @@ class RankOutput:
             self._drain(pipe)
             if pipe.rank_stream is not None:
                 self._show(pipe, pipe.rank_stream.take_update())
-        for stream, sink in self._sinks.items():
+        for stream, sink in list(self._sinks.items()):
             self._call_sink(stream, sink.flush)
 
     def _drain_and_stop(self) -> None:
@@ -282,12 +280,10 @@ class RankOutput:
 
     def _call_sink(self, stream: str, call: Callable[[], None]) -> None:
         """If the sink raises an exception, log a warning and write nothing more to it."""
-        if stream in self._broken_sinks:
-            return
         try:
             call()
         except BaseException as error:  # noqa: BLE001
-            self._broken_sinks.add(stream)
+            self._sinks.pop(stream).close()
             text = "the output of the ranks can no longer be written to %s: its rest is dropped (%s: %s)"
             self._deferred_log.warning(text, stream, type(error).__name__, error)
 
