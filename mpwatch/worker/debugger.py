@@ -5,8 +5,7 @@
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
     rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place), ("quit",): the user ends the run
-    watcher to rank     ("ready",) or ("refused", reason), then for each prompt ("line", text), ("end of file",) or
-                        ("refused", reason)
+    watcher to rank     for each prompt ("line", text), ("end of file",) or ("refused", reason)
 
 Objects of Pdb with streams of the user's own, and subclasses with their own `cmdloop` such as IPython's, stay as they are.
 """
@@ -58,8 +57,8 @@ class Prompt:
         self.debugger: Any = None  # that interacts
         self.can_be_left = False  # whether the run goes on when the user leaves the prompt
 
-    def open(self, purpose: str = "breakpoint") -> None:
-        """Connect to the watcher if necessary. Raises RuntimeError if the watcher cannot show a prompt."""
+    def open(self) -> None:
+        """Connect to the watcher if necessary. Raises RuntimeError if that is not possible."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
@@ -67,9 +66,9 @@ class Prompt:
             )
         with self.lock:
             if self._connection is None:
-                self._connection = self._connect(purpose)
+                self._connection = self._connect()
 
-    def _connect(self, purpose: str) -> Connection:
+    def _connect(self) -> Connection:
         import socket
         from multiprocessing.connection import Connection
 
@@ -77,16 +76,10 @@ class Prompt:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), purpose.encode())
-        connection = Connection(ours.detach())
-        try:
-            kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")
-        except (EOFError, OSError):
-            kind, *reason = "refused", "the run is ending"
-        if kind == "refused":
-            connection.close()
-            _refuse(reason[0])
-        return connection
+            if not self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), b""):
+                ours.close()
+                _refuse("the rank is ending, or has closed its channel")
+        return Connection(ours.detach())
 
     def write(self, text: str) -> int:
         """Show the complete lines. The rest is the prompt of the next `readline`, or is completed by another `write`."""
@@ -227,8 +220,8 @@ def open_post_mortem(error: Exception) -> None:
     from mpwatch.results.failure import summarize_exception
 
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
-    with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: the caller can show no prompt
-        debugger.stdout.open("post_mortem")
+    with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: from `open`
+        debugger.stdout.open()
         debugger.stdout.write(f"the rank has raised {summarize_exception(error)}\n")
         debugger.reset()
         debugger.interaction(None, trace)

@@ -118,9 +118,8 @@ class DebuggerConsole:
         first = self._choose()
         if first is None:
             return
-        if reason := explain_missing_prompt():  # an earlier call of the group could show prompts
-            for refused in self._get_stopped():
-                refused.answer(*(("end of file",) if refused.can_be_left else ("refused", reason)))
+        if reason := explain_missing_prompt():
+            self._refuse_all(reason)
             return
         if signals.received:  # Ctrl-C came while a rank executed a command
             self._quit(first, signals)
@@ -158,24 +157,26 @@ class DebuggerConsole:
         self._sessions.clear()
 
     def _update(self) -> None:
-        """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
-        accepted = []
-        for rank, fd, purpose in self._watcher.take_debugger_sockets():
-            connection, reason = Connection(fd), explain_missing_prompt()
-            with suppress(OSError):  # the rank has ended
-                connection.send(("refused", reason) if reason else ("ready",))
-            if reason:
-                connection.close()
-                if purpose == "post_mortem" and not self._has_warned:
-                    self._has_warned = True
-                    self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
-                continue
+        """Begin a session with each rank that has sent a socket. Read the messages of all ranks."""
+        new = []
+        for rank, fd, _ in self._watcher.take_debugger_sockets():
             if rank in self._sessions:  # before the rank was restarted
                 self._sessions[rank].connection.close()
-            self._sessions[rank] = RankSession(rank, connection)
-            accepted.append(self._sessions[rank])
+            self._sessions[rank] = RankSession(rank, Connection(fd))
+            new.append(self._sessions[rank])
         self._receive()
-        self._wait_for_prompt(*accepted)
+        self._wait_for_prompt(*new)
+
+    def _refuse_all(self, reason: str) -> None:
+        for session in self._get_stopped():
+            session.take_output()
+            if not session.can_be_left:
+                session.answer("refused", reason)
+                continue
+            session.answer("end of file")
+            if not self._has_warned:
+                self._has_warned = True
+                self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
 
     def _receive(self) -> None:
         """Read the messages of all ranks. Remove the sessions of ranks that have ended."""

@@ -14,7 +14,6 @@ import stat
 import sys
 from collections.abc import Callable
 from contextvars import Context, copy_context
-from io import FileIO
 from typing import IO, Any, Protocol
 
 # Their bytes go to the descriptor unchanged. A file opened by gzip has a descriptor, too, but does not do so.
@@ -55,9 +54,8 @@ class _FileSink:
     """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
-        # One C call: a signal handler runs between two bytecodes, so its exception cannot leak the descriptor.
-        (self._file,) = map(FileIO, map(os.dup, [stream.fileno()]), ["wb"])
-        is_file = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        self._fd = os.dup(stream.fileno())
+        is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
         self._atomic_bytes = sys.maxsize if is_file else select.PIPE_BUF
 
     def write(self, data: bytes) -> None:
@@ -65,17 +63,17 @@ class _FileSink:
         at = 0
         while at < len(data):
             try:
-                at += os.write(self._file.fileno(), view[at : self._end_of_piece(data, at)])
+                at += os.write(self._fd, view[at : self._end_of_piece(data, at)])
             except BlockingIOError:  # another user of the open file, such as asyncio, has made it non-blocking
                 poll = select.poll()
-                poll.register(self._file, select.POLLOUT)
+                poll.register(self._fd, select.POLLOUT)
                 poll.poll()
 
     def flush(self) -> None:
         pass
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._fd)
 
     def _end_of_piece(self, data: bytes, at: int) -> int:
         limit = at + self._atomic_bytes
