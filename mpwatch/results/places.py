@@ -101,7 +101,6 @@ def is_of_library(file: str) -> bool:
 
 
 def _is_of_other_package(file: str) -> bool:
-    """Return whether a file belongs to an installed package other than torch and mpwatch."""
     name = next((file.partition(part)[2] for part in PACKAGES_PARTS if part in file), "torch/")
     return not (name.startswith("torch/") or file.startswith(PACKAGE_FOLDER))
 

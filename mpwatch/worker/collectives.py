@@ -73,8 +73,6 @@ LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the othe
 
 @dataclass(frozen=True)
 class _Group:
-    """Describes a process group. This module makes the `_Group` as soon as torch has created the process group."""
-
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
     first_records: Mapping[str, int]  # from each backend to the number of the first record that can be the group's
@@ -310,7 +308,6 @@ def _name_dtype(name: str) -> str:
 
 
 def _format_user_place(frames: list[FrameType]) -> str:
-    """Return the place of the innermost frame of user code, which comes first, or ""."""
     if not frames:
         return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]

@@ -147,8 +147,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
     from cmd import Cmd
 
     class RankPdb(module.Pdb):  # type: ignore[misc]
-        """The Pdb of a rank."""
-
         def __init__(self, completekey: str = "tab", stdin: Any = None, stdout: Any = None, *args: Any, **more: Any) -> None:
             super().__init__(completekey, stdin, stdout, *args, **more)
             if stdin is None and stdout is None and type(self).cmdloop is Cmd.cmdloop:

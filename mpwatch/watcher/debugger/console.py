@@ -151,7 +151,6 @@ class DebuggerConsole:
                     self._quit(session, signals)
 
     def close(self) -> None:
-        """Close all sockets after the ranks have ended."""
         for session in self._sessions.values():
             session.connection.close()
         self._sessions.clear()

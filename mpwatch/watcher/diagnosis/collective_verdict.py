@@ -107,7 +107,6 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts to log, and add their findings to `warned`."""
     new = [stall for stall in stalls if stall.finding not in warned]
     warned.update(stall.finding for stall in new)
     return new
@@ -192,7 +191,6 @@ def _is_waiting(call: Collective) -> bool:
 
 
 def _find_mismatch(calls: _Calls) -> list[CollectiveVerdict]:
-    """Return a MISMATCH verdict on the first collective in which the calls of the ranks differ, if any."""
     for slot in calls.list_slots():
         if any(map(_is_waiting, slot.called.values())) and (camps := _find_camps(slot.called)):
             return [_make_mismatch(slot, camps)]
@@ -282,7 +280,6 @@ def _format_place(call: Collective) -> str:
 
 
 def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned: set[int]) -> list[CollectiveVerdict]:
-    """Return the ABSENT verdicts, and then the CROSSED verdict, if any."""
     waiting: dict[_Slot, list[int]] = {}
     for rank, of_rank in calls.by_rank.items():
         slot = next((slot for slot, call in of_rank.items() if _is_waiting(call)), None)

@@ -28,7 +28,6 @@ CRASH_SIGNALS = frozenset(
 
 
 def may_be_oom_kill(observed: RankObservations) -> bool:
-    """Return whether this rank died of a SIGKILL that did not come from the watcher."""
     return observed.exit_code == -signal.SIGKILL and signal.SIGKILL not in observed.signals_sent
 
 
@@ -153,7 +152,6 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 
 
 def _get_exit_status(code: object) -> int:
-    """Return the status that a shell shows for sys.exit(code), but 1 for 0, because the rank has failed."""
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 

@@ -63,7 +63,6 @@ class RankObservations:
         return None if self.collectives is None else get_current_collective(self.collectives)
 
     def get_progress(self, run_started_at: float) -> Progress | None:
-        """Return the rank's last `mpwatch.report()`, with its time in seconds since the start of the run."""
         if self.heartbeat.report is None:
             return None
         at, step, total, metrics = self.heartbeat.report

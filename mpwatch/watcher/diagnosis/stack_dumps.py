@@ -71,7 +71,6 @@ class StackDumpParser:
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
-        """Return whether the requested stacks have come, from Python or from faulthandler."""
         if self._dump_start is None:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
@@ -160,7 +159,6 @@ def _cut_at_rank_main(block: str) -> str:
 
 
 def _cut_dump_handler(block: str) -> str:
-    """Remove the innermost frames, of the handler of PYTHON_DUMP_SIGNAL."""
     lines = block.splitlines()
     handler = max((number for number, line in enumerate(lines) if DUMP_HANDLER_FRAME.search(line)), default=0)
     return "\n".join([*lines[:1], *lines[handler + 1 :]])
