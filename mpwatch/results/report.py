@@ -106,10 +106,6 @@ def format_not_ready(start_timeout: float) -> str:
     return f"its interpreter was not ready after {start_timeout:g} s"
 
 
-def format_likely_oom(clue: str) -> str:
-    return f"likely the out-of-memory killer: {clue}"
-
-
 def format_unloadable_value(kind: str, error: BaseException) -> str:
     """Say that the caller could not unpickle a return value of type `kind`, because of `error`."""
     why = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]

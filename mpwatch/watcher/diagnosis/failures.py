@@ -4,10 +4,8 @@ Runs in the caller's thread, except `may_be_oom_kill` and `is_crash`. A failure 
 with a peer (peer_errors.py) is secondary; diagnose.py finds the other secondary failures, and the root cause.
 """
 
-import os
 import signal
 from dataclasses import replace
-from multiprocessing import spawn
 from typing import Any
 
 from mpwatch.results import report as texts
@@ -193,10 +191,8 @@ def _find_evidence(observed: RankObservations) -> str:
     if (peer_error := get_death_kind(observed)) is not None:
         return texts.GLOO_SIZE if peer_error is PeerErrorKind.OTHER_SIZE else texts.NCCL_WATCHDOG
     if not observed.was_ready and observed.exit_code is not None and observed.exit_code >= 0:
-        path = os.fsdecode(spawn.get_executable())
-        hint = "" if "py" in os.path.basename(path) else f"; {path} may not be Python: see multiprocessing.set_executable()"
-        return f"its interpreter ended with exit code {observed.exit_code}{hint}"
-    return observed.oom_proof or (texts.format_likely_oom(observed.oom_hint) if observed.oom_hint else "")
+        return f"its interpreter ended with exit code {observed.exit_code}"
+    return observed.oom_proof
 
 
 def _build(

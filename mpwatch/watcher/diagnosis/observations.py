@@ -34,7 +34,6 @@ class RankObservations:
     has_exited: bool = False  # whether the watcher has noticed the end of the process
     exit_code: int | None = None  # as in multiprocessing: negative after a signal; None if it is unknown
     oom_proof: str = ""  # what proves that the kernel's out-of-memory killer killed the rank
-    oom_hint: str = ""  # what makes that likely, if there is no proof
     # The stacks of all threads just before the watcher stopped the rank, in faulthandler's format, with source lines.
     stacks: str = ""
     crash_stack: str = ""  # the Python stack at the moment of a crash, in the same format

@@ -1,10 +1,8 @@
 """Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. Runs in the watcher thread.
 
-A *suspect* died of a SIGKILL that did not come from the watcher. The evidence is the counter `oom_kill` of the watcher's
-memory cgroup, which the kernel increments before it kills a process:
-
-- It rose by at least the number of suspects in one wake-up: the OOM killer killed all of them, and maybe other processes.
-- It rose by less: that is the likely cause.
+A *suspect* died of a SIGKILL that did not come from the watcher. The proof is the counter `oom_kill` of the watcher's memory
+cgroup, which the kernel increments before it kills a process: if it rose by at least the number of suspects in one wake-up,
+the OOM killer killed all of them, and maybe other processes.
 """
 
 from collections.abc import Iterable
@@ -29,8 +27,6 @@ class OomDetector:
         for observed in killed:
             if rise >= len(killed):
                 observed.oom_proof = _describe_rise(file, rise)
-            elif rise > 0:
-                observed.oom_hint = _describe_rise(file, rise)
         self._count_other_kills(file, rise - len(killed))
 
     def take_other_kills(self) -> str:
