@@ -18,6 +18,8 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 
+from mpwatch.worker.import_hook import ModuleFinder
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,10 +37,20 @@ COMMANDS_OF_CONSOLE = {
     "all": "all COMMAND: run the command in every rank that is at a prompt, such as `all n`, `all c` or `all p x`.",
 }
 
+_is_post_mortem = False  # whether a prompt opens if the rank's function raises
 _last_debugger: Any = None  # the RankPdb that was used last
 
 
+def install(channel: Channel, *, post_mortem: bool) -> None:
+    """Connect pdb with the watcher as soon as this rank imports pdb."""
+    global _is_post_mortem
+    _is_post_mortem = post_mortem
+    prompt = Prompt(channel, os.getpid())
+    ModuleFinder("pdb", lambda module: route_pdb(module, prompt)).install()
+
+
 def finish_stepping() -> None:
+    """When the user's function has ended, keep pdb from stepping through the code that the rank runs then."""
     if _last_debugger is not None:
         _last_debugger.set_continue()
 
@@ -207,8 +219,14 @@ def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
     return len(stack) - 1 - find_user_frame(files) if files else 0
 
 
-def open_post_mortem(error: Exception) -> None:
-    """Show a prompt of pdb in the frame that has raised the exception, and wait until the user leaves the prompt."""
+def open_post_mortem(error: Exception) -> bool:
+    """If debug="post_mortem" is set, show a prompt where the exception was raised. Return whether it is set."""
+    if _is_post_mortem:
+        _show_post_mortem(error)
+    return _is_post_mortem
+
+
+def _show_post_mortem(error: Exception) -> None:
     import bdb
     import pdb  # noqa: T100  this is what the option asks for
 

@@ -41,7 +41,7 @@ from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 from mpwatch.wire.shared_memory import STOP_AT, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
-from mpwatch.worker import context, debugger_hook, stdio
+from mpwatch.worker import context, debugger, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
@@ -76,7 +76,7 @@ def main(launch_info: LaunchInfo) -> None:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
-    debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
+    debugger.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)
@@ -232,11 +232,11 @@ def _call_function(call: FunctionCall) -> object:
         raised_at = monotonic()
         if call.backend is None and error.args and NO_PROCESS_GROUP in str(error.args[0]):
             error.add_note('mpwatch makes the process group if the run has the option backend="gloo", "nccl" or "auto"')
-        if debugger_hook.open_post_mortem(error):
+        if debugger.open_post_mortem(error):
             raise _DebuggedError(error, raised_at) from None
         raise
     finally:
-        debugger_hook.finish_stepping()
+        debugger.finish_stepping()
     context.stop_heartbeats()
     return value
 
