@@ -60,9 +60,8 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 class CollectiveVerdict:
     """A verdict on ranks whose collectives do not fit together.
 
-    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_blocking`: the
-    main thread of a rank certainly waits in the collective. `is_complete`: it is known what each rank waits for. Else the
-    cause may be a rank that has not answered, or one in send or recv.
+    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_complete`: it is
+    known what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
     """
 
     kind: VerdictKind
@@ -73,7 +72,6 @@ class CollectiveVerdict:
     sequence: int
     seconds: float = field(default=0.0, compare=False)
     have_returned: bool = False
-    is_blocking: bool = field(default=False, compare=False)
     is_complete: bool = True
 
     @property
@@ -325,7 +323,6 @@ def _make_absent(
         evidence=evidence,
         seconds=max(slot.called[rank].seconds for rank in waiting),
         have_returned=have_returned,
-        is_blocking=any(slot.called[rank].place for rank in waiting),
     )
 
 

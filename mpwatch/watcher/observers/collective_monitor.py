@@ -56,7 +56,6 @@ class CollectiveMonitor:
     # On several nodes, called when the stalled ranks of this node have changed: with the collectives of all ranks, or with
     # none if no rank is stalled, and with the ranks that have returned. None on one node.
     on_stall: StallCallback | None
-    may_call_again: bool  # whether the ranks stay for further calls
     now: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
@@ -171,16 +170,9 @@ class CollectiveMonitor:
     def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
         assert self.stall_after is not None
         stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self.stall_after]
-        final = next((stall for stall in stalls if self._is_final(stall)), None)
+        final = next((stall for stall in stalls if stall.have_returned), None)
         if final is not None:
             self._finish(final)
             return
         for stall in select_new_stalls(stalls, self._warned):
             self.deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
-
-    def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return whether ranks have returned without the call, and cannot make it later.
-
-        In a WorkerGroup they can do so in the next call, which cannot begin while a main thread waits in the collective.
-        """
-        return stall.have_returned and (stall.is_blocking or not self.may_call_again)
