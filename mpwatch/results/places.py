@@ -73,8 +73,6 @@ def format_raise_location(error: BaseException) -> str:
         return ""
     frames.reverse()
     path, line, name = frames[find_user_frame(path for path, _, _ in frames)]
-    if path.startswith("<") and not line:  # generated code without line numbers
-        return ""
     return f" ({format_place(path, line, name)})"
 
 

@@ -38,7 +38,7 @@ from mpwatch.wire.messages import MessageKind
 from mpwatch.worker import stack_dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import FrameType, ModuleType
     from typing import Any
 
@@ -189,14 +189,7 @@ def _answer_one(requests: socket.socket) -> None:
 
 def describe_rank() -> RankCollectives:
     """Return the latest collectives, from the oldest to the newest, and the place in the code where the main thread is."""
-    frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
-    try:
-        return _describe_rank(frames)
-    finally:
-        frames.clear()  # if this is the main thread, the list would keep this frame alive, and the variables of user code
-
-
-def _describe_rank(frames: list[FrameType]) -> RankCollectives:
+    frames = list(stack_dumps.walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
     now = int(wall_time() * 1e9)
     recorded = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
     entries = _merge_coalesced(filter(_is_of_present_group, recorded))
@@ -268,12 +261,6 @@ def _select_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _get_backend(entry: Mapping[str, Any]) -> str:
     return str(entry["profiling_name"]).partition(":")[0]
-
-
-def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:

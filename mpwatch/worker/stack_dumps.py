@@ -108,10 +108,10 @@ class StackWriter:
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
-    return "".join([head, *map(_format_frame, islice(_walk(frame), MAX_FRAMES))]).encode()
+    return "".join([head, *map(_format_frame, islice(walk_frames(frame), MAX_FRAMES))]).encode()
 
 
-def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

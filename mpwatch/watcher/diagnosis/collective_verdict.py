@@ -60,8 +60,8 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 class CollectiveVerdict:
     """A verdict on ranks whose collectives do not fit together.
 
-    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_complete`: it is
-    known what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
+    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_complete`: it
+    is known what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
     """
 
     kind: VerdictKind
