@@ -4,7 +4,7 @@
 
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
-    rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place), ("quit",): the user ends the run
+    rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place)
     watcher to rank     for each prompt ("line", text), ("end of file",) or ("refused", reason)
 
 Objects of Pdb with streams of the user's own, and subclasses with their own `cmdloop` such as IPython's, stay as they are.
@@ -190,12 +190,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
                 return stack, current
             count = _count_outer_frames(stack)
             return stack[count:], _find_user_frame(stack[count:]) if prompt.can_be_left else current - count
-
-        def set_quit(self) -> None:
-            if self.stdin is prompt and not prompt.can_be_left:
-                prompt.send("quit")
-                _wait_for_end()
-            super().set_quit()
 
     for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
         setattr(RankPdb, f"help_{command}", lambda self, text=text: self.message(text))

@@ -4,9 +4,9 @@
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 
-pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N` and
-`all COMMAND` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and captured
-output of the ranks is held back until the next prompt.
+pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N`,
+`all COMMAND` and `quit` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and
+captured output of the ranks is held back until the next prompt.
 """
 
 import re
@@ -32,6 +32,7 @@ NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its nex
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
+QUIT_COMMAND = re.compile(r"\s*(all\s+)?(q|quit|exit)\s*$")
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
@@ -71,7 +72,6 @@ class RankSession:
         self.place = ""  # in the code
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
-        self.wants_to_quit = False
 
     def receive(self) -> None:
         """Read the messages that have arrived from the rank. Raises EOFError or OSError if the rank has ended."""
@@ -85,8 +85,6 @@ class RankSession:
                     self.place = format_place(*place)
                 self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {text}"
                 self.is_at_prompt = True
-            elif kind == "quit":
-                self.wants_to_quit = True
 
     def take_output(self) -> str:
         output, self.output = self.output, ""
@@ -129,7 +127,7 @@ class DebuggerConsole:
                 try:
                     self._show_output(session)
                     signals.is_at_prompt = True
-                    self._handle_line(session, read_line(session.prompt, session.connection.fileno()))
+                    self._handle_line(session, read_line(session.prompt, session.connection.fileno()), signals)
                 except PromptClosedError:
                     self._write("\n")
                     self._receive()
@@ -147,8 +145,6 @@ class DebuggerConsole:
                     self._quit(session, signals)
                 finally:
                     signals.is_at_prompt = False
-                if any(one.wants_to_quit for one in self._sessions.values()):
-                    self._quit(session, signals)
 
     def close(self) -> None:
         for session in self._sessions.values():
@@ -199,7 +195,7 @@ class DebuggerConsole:
     def _get_stopped(self) -> list[RankSession]:
         return [self._sessions[rank] for rank in sorted(self._sessions) if self._sessions[rank].is_at_prompt]
 
-    def _handle_line(self, session: RankSession, line: str) -> None:
+    def _handle_line(self, session: RankSession, line: str, signals: Prompter) -> None:
         self._update()  # other ranks may have come to a breakpoint while the user was typing
         is_command = session.prompt.endswith(PDB_PROMPT)  # not of `interact`, `commands`, or a question
         if is_command and RANKS_COMMAND.match(line):
@@ -208,6 +204,8 @@ class DebuggerConsole:
                 self._write(f"{ranks}:{place}\n")
         elif is_command and (match := RANK_COMMAND.match(line)):
             self._switch(int(match[1]))
+        elif is_command and QUIT_COMMAND.match(line) and not session.can_be_left:
+            self._quit(session, signals)
         elif is_command and (match := ALL_COMMAND.match(line)):
             self._ask_all(match[1])
         else:
@@ -221,8 +219,6 @@ class DebuggerConsole:
             if not running or not wait([one.connection for one in running], max(0.0, deadline - monotonic())):
                 return
             self._receive()
-            if any(session.wants_to_quit for session in self._sessions.values()):
-                return
 
     def _switch(self, rank: int) -> None:
         session = self._sessions.get(rank)
