@@ -4,8 +4,8 @@
 
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
-    rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place)
-    watcher to rank     for each prompt ("line", text), ("end of file",) or ("refused", reason)
+    rank to watcher     (text, can_be_left, thread, place): what pdb has written; the last line is the prompt
+    watcher to rank     ("line", text), ("end of file",) or ("refused", reason)
 
 Objects of Pdb with streams of the user's own, and subclasses with their own `cmdloop` such as IPython's, stay as they are.
 """
@@ -64,7 +64,7 @@ class Prompt:
         self._channel = channel
         self._pid = pid  # this process may be a fork of the rank
         self._connection: Connection | None = None
-        self._unfinished_line = ""  # the prompt, when pdb reads a line
+        self._text = ""  # written since the last prompt
         self.lock = threading.RLock()  # held by the thread that interacts
         self.debugger: Any = None  # that interacts
         self.can_be_left = False  # whether the run goes on when the user leaves the prompt
@@ -94,22 +94,18 @@ class Prompt:
         return Connection(ours.detach())
 
     def write(self, text: str) -> int:
-        """Show the complete lines. The rest is the prompt of the next `readline`, or is completed by another `write`."""
-        lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
-        if newline:
-            self.send("output", lines + newline)
+        self._text += text
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing, because `write` has already sent all complete lines."""
+        """Do nothing, because the next prompt sends the text."""
 
     def isatty(self) -> bool:
         return False  # so that pdb writes no escape sequences
 
     def readline(self) -> str:
         """Return the line that the user enters at the prompt, or "" at the end of the input, as after Ctrl-D."""
-        text, self._unfinished_line = self._unfinished_line, ""
-        return self._ask(text, self.debugger, can_be_left=self.can_be_left)
+        return self._ask("", self.debugger, can_be_left=self.can_be_left)
 
     def input(self, text: object = "") -> str:
         """Replace `input` where pdb (to confirm) and code (for `interact`) would read the rank's own stdin."""
@@ -118,29 +114,23 @@ class Prompt:
             raise EOFError
         return line[:-1]
 
-    def _ask(self, text: str, debugger: Any, *, can_be_left: bool) -> str:
+    def _ask(self, question: str, debugger: Any, *, can_be_left: bool) -> str:
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
         frame = debugger.curframe if debugger is not None else None
         place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else None
         with self.lock:
-            self.send("prompt", text, can_be_left, name, place)
+            self.open()
             assert self._connection is not None
+            text, self._text = self._text + question, ""
             try:
+                self._connection.send((text, can_be_left, name, place))
                 kind, *values = self._connection.recv()
             except (EOFError, OSError):
                 _wait_for_end()
-            if kind == "refused":
-                _refuse(values[0])
-            return f"{values[0]}\n" if kind == "line" else ""
-
-    def send(self, *message: object) -> None:
-        self.open()
-        assert self._connection is not None
-        try:
-            self._connection.send(message)
-        except OSError:
-            _wait_for_end()
+        if kind == "refused":
+            _refuse(values[0])
+        return f"{values[0]}\n" if kind == "line" else ""
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """Shows the prompts of ranks that are at a breakpoint, one after another, in the caller's thread.
 
     rank --- DEBUGGER with a socket ---> event loop ---> Watcher ---> DebuggerConsole.serve ---> RankSession
-    rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
-    rank <--- "line" --------------- RankSession <--- the user
+    rank --- output and prompt ---> RankSession ---> the terminal or the notebook
+    rank <--- line ---------------- RankSession <--- the user
 
 pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N`,
 `all COMMAND` and `quit` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and
@@ -76,15 +76,13 @@ class RankSession:
     def receive(self) -> None:
         """Read the messages that have arrived from the rank. Raises EOFError or OSError if the rank has ended."""
         while self.connection.poll():
-            kind, *values = self.connection.recv()
-            if kind == "output":
-                self.output += STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), values[0])
-            elif kind == "prompt":
-                text, self.can_be_left, thread, place = values
-                if place is not None:  # it is None at a question of pdb
-                    self.place = format_place(*place)
-                self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {text}"
-                self.is_at_prompt = True
+            text, self.can_be_left, thread, place = self.connection.recv()
+            lines, newline, prompt = text.rpartition("\n")
+            self.output = STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), lines + newline)
+            if place is not None:  # it is None at a question of pdb
+                self.place = format_place(*place)
+            self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {prompt}"
+            self.is_at_prompt = True
 
     def take_output(self) -> str:
         output, self.output = self.output, ""
@@ -164,7 +162,6 @@ class DebuggerConsole:
 
     def _refuse_all(self, reason: str) -> None:
         for session in self._get_stopped():
-            session.take_output()
             if not session.can_be_left:
                 session.answer("refused", reason)
                 continue
@@ -182,7 +179,6 @@ class DebuggerConsole:
                 session.connection.close()
                 del self._sessions[session.rank]
                 if session is self._current:
-                    self._write(session.output)
                     self._current = None
 
     def _choose(self) -> RankSession | None:
@@ -281,16 +277,14 @@ class DebuggerConsole:
                 if not in_notebook() and not sys.stdout.isatty():
                     sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
             yield
-            self._show_output(self._current)
 
-    def _show_output(self, session: RankSession | None) -> None:
+    def _show_output(self, session: RankSession) -> None:
         """Show the captured output of all ranks, then the output of pdb in `session`. Make `session` the current session."""
         self._output.drain_all(DRAIN_SECONDS)
-        if session is not None:
-            if self._current is not None and self._current.rank != session.rank:
-                self._write(self._describe_move(self._current, session) + "\n")
-            self._current = session
-            self._write(session.take_output())
+        if self._current is not None and self._current.rank != session.rank:
+            self._write(self._describe_move(self._current, session) + "\n")
+        self._current = session
+        self._write(session.take_output())
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout
