@@ -262,11 +262,6 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.state.name}: {format_count(len(self.workers), 'rank')}>"
 
-    def _repr_html_(self) -> str:
-        from mpwatch.results.html import make_group_table  # imported on use
-
-        return make_group_table(self.state, self.workers, self._spec.torch_backend.name)
-
     @property
     def _all_ranks(self) -> range:
         return range(int(self._spec.nprocs))

@@ -40,7 +40,6 @@ def test_ranks_and_their_state_stay_between_calls():
         assert list(group.run(functions.double, (3,), {"plus": 1})) == [7, 7]
         assert {worker.run_id for worker in group.workers} == {worker.run_id for worker in group.run(functions.rank).workers}
         assert repr(group) == "<WorkerGroup HEALTHY: 2 ranks>"
-        assert "<b>WorkerGroup of ranks 0-1</b>" in group._repr_html_()
     assert group.state is WorkerState.STOPPED
     assert not any(is_alive(pid) for pid, *_ in first)
     with pytest.raises(RuntimeError, match="this WorkerGroup is closed; make another one"):

@@ -51,7 +51,7 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups
 from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
 from mpwatch.watcher.restarts.run_controller import RunController, make_empty_result, publish_outcomes
@@ -113,7 +113,7 @@ class MultiNodeRunController(RunController[T]):
             # After an interrupt nothing is reported: the coordinator knows of it, and this node leaves the job.
             if call is not None and call.evidence is not None and call.evidence.signum is None:
                 self._latest_call = None
-                self._watcher.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
+                self._watcher.output.drain_all(LAST_DRAIN_SECONDS)
                 self._node_thread.report_attempt(self._make_report(call.evidence))
             for update in self._node_thread.take_updates():
                 self._handle_update(update)

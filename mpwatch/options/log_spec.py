@@ -25,8 +25,7 @@ Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 class StreamRoute(Enum):
     INHERIT = auto()  # to where the caller's own descriptor leads
-    PIPE = auto()  # to the watcher, which forwards the output or keeps its last lines
-    FILE = auto()  # straight into a file
+    PIPE = auto()  # to the watcher, which forwards the output, writes it to files, or keeps its last lines
     DISCARD = auto()  # to /dev/null
 
 
@@ -60,8 +59,8 @@ class LogSpec:
         files: the ranks whose output goes to files, if `dir` is set.
         prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host}, {node}
             (the `group_rank` of a Worker) and {time}; {time:%H:%M:%S} formats the time as strftime does. None means
-            "[{rank}] " if more than one rank is shown. In a notebook, None means "[{rank}] " after a second rank has written
-            something. The output of a single rank is forwarded unchanged, carriage returns included.
+            "[{rank}] " if more than one rank is shown, and nothing if only one is shown: then its output is forwarded
+            unchanged, carriage returns included.
         stdout: where the shown lines of stdout are written: any object with a `write` method for text. A thread of mpwatch
             calls this method. None means `sys.stdout`.
         stderr: where the shown lines of stderr are written, like `stdout`. None means `sys.stderr`.
@@ -134,11 +133,8 @@ class LogSpec:
         """
         if self.inherits(stream):
             return StreamRoute.INHERIT
-        if self.shows(stream, rank):
-            return StreamRoute.PIPE
-        if self.writes(stream, rank):
-            return StreamRoute.FILE
-        return StreamRoute.PIPE if stream == "stderr" else StreamRoute.DISCARD
+        is_read = self.shows(stream, rank) or self.writes(stream, rank) or stream == "stderr"
+        return StreamRoute.PIPE if is_read else StreamRoute.DISCARD
 
     def count_shown_ranks(self, ranks: Iterable[int]) -> int:
         """Return the number of ranks whose stdout or stderr is shown."""

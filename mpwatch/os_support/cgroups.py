@@ -1,7 +1,7 @@
 """Reads the Linux control groups of this process: its CPU quota, and the number of out-of-memory kills.
 
-If the files under /proc and /sys are missing, `read_cpu_quota` returns None, `count_oom_kills` returns an empty dict, and
-`count_oom_kills_of_machine` returns 0. This module runs in the watcher.
+If the files under /proc and /sys are missing, `read_cpu_quota` returns None, and `count_oom_kills` returns an empty dict.
+This module runs in the watcher.
 """
 
 import os
@@ -37,11 +37,6 @@ def count_oom_kills() -> dict[str, int]:
             if count is not None:
                 found[f"{folder}/{name}"] = count
     return found
-
-
-def count_oom_kills_of_machine() -> int:
-    """Also outside this container. 0 if the number is unknown."""
-    return _read_field("/proc/vmstat", "oom_kill") or 0
 
 
 def _find_folder(controller: str, kind: str) -> str | None:

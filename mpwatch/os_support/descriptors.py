@@ -114,15 +114,6 @@ def grow_pipe(fd: int, size: int) -> int:
     return holds
 
 
-def count_unread_bytes(pipe: int) -> int:
-    import fcntl
-    import termios
-
-    number = bytearray(SIZE_OF_INT)
-    fcntl.ioctl(pipe, termios.FIONREAD, number)
-    return int.from_bytes(number, sys.byteorder)
-
-
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     rest = memoryview(data)
     while rest:

@@ -35,7 +35,6 @@ class Collective:
         backend: the backend of this call, such as "gloo". A process group may have several backends. Each backend numbers
             its own calls.
         group: name of the process group: "default", the description that the user gave it, or the number that torch gave it.
-        group_number: 1 for the first group of this name that the rank has made in its world, 2 for the second such group.
         ranks: torch's global ranks of the group, in order. The tuple is empty if they are not known, for example because the
             user has made the group without `init_process_group` or `new_group`.
         input_shapes: the shapes of the tensors that the call reads. This field and the next three fields have only the first
@@ -55,7 +54,6 @@ class Collective:
     sequence: int
     backend: str = ""
     group: str
-    group_number: int = 1
     ranks: tuple[int, ...]
     input_shapes: tuple[tuple[int, ...], ...] = ()
     output_shapes: tuple[tuple[int, ...], ...] = ()

@@ -1,23 +1,13 @@
 """Tables and foldable texts in HTML, for notebooks and for the page of a result."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from reprlib import Repr
 
-from mpwatch.options.worker_info import Worker
 from mpwatch.results.clean_text import clean_text
-from mpwatch.results.failure import format_ranks
-from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_times
 from mpwatch.wire.exceptions.source_lines import cell_name
 
-STATES = {  # of a WorkerGroup between two calls
-    WorkerState.INIT: "the ranks are starting",
-    WorkerState.HEALTHY: "the ranks are ready",
-    WorkerState.UNHEALTHY: "not all ranks are healthy; if ranks are lost, the next call restarts all of them",
-    WorkerState.STOPPED: "closed",
-}
 FILE_OF_FRAME = re.compile(r'^  File "(.+)"(?=, line \d)', re.MULTILINE)  # in a traceback or a stack
 TEXT_LIMIT = 100_000  # characters of a traceback or a stack
 _short = Repr()
@@ -49,16 +39,6 @@ def make_table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
         for name, value in rows
     )
     return f'<table><caption style="text-align:left"><b>{_escape(caption)}</b></caption><tbody>{body}</tbody></table>'
-
-
-def make_group_table(state: WorkerState, workers: Sequence[Worker], backend: str | None) -> str:
-    restarts = max((worker.restart_count for worker in workers), default=0)
-    rows = [
-        ("state", f"{state.name}: {STATES[state]}"),
-        ("restarts", format_times(restarts) if restarts else "never"),
-        *([("backend", backend)] if backend else []),
-    ]
-    return make_table(f"WorkerGroup of {format_ranks(worker.rank for worker in workers)}", rows)
 
 
 def fold(summary: str, text: str) -> str:

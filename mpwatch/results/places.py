@@ -23,7 +23,6 @@ LIBRARIES = (
 )  # files that are not user code
 PACKAGES_PARTS = (f"{sysconfig.get_path('purelib')}/", "/site-packages/")  # of the files of installed packages
 TORCH_WRAPPER = "torch/distributed/c10d_logger.py"  # of each collective: it logs an error, in _get_msg_dict
-DEBUGGER_FILE = "/worker/debugger.py"
 ITEM_LOOP_FILE = "/worker/item_loop.py"  # it calls the function of `mpwatch.map`
 # What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
 ACTIVITIES_BY_FILE = {
@@ -45,9 +44,6 @@ def format_location(stacks: str) -> str:
     frame = frames[find_user_frame(files)]
     source = f": {shorten_source(frame.source)}" if frame.source else ""
     place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
-    in_debugger = {each.function for each in frames if each.file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE)}
-    if "interaction" in in_debugger and "_connect" not in in_debugger:  # `_connect` asks the watcher for a prompt
-        return f" at a prompt of the debugger{'' if is_of_library(frame.file) else place}"
     is_item_loop = files[-1].startswith(PACKAGE_FOLDER + ITEM_LOOP_FILE)
     if is_item_loop and is_of_library(frame.file):
         return " between two items"
@@ -75,8 +71,6 @@ def format_raise_location(error: BaseException) -> str:
         return ""
     frames.reverse()
     path, line, name = frames[find_user_frame(path for path, _, _ in frames)]
-    if path.startswith("<") and not line:  # generated code without line numbers
-        return ""
     return f" ({format_place(path, line, name)})"
 
 
@@ -103,7 +97,6 @@ def is_of_library(file: str) -> bool:
 
 
 def _is_of_other_package(file: str) -> bool:
-    """Return whether a file belongs to an installed package other than torch and mpwatch."""
     name = next((file.partition(part)[2] for part in PACKAGES_PARTS if part in file), "torch/")
     return not (name.startswith("torch/") or file.startswith(PACKAGE_FOLDER))
 

@@ -45,7 +45,7 @@ class RankCollectives:
 
 
 def _identify(call: Collective) -> tuple[object, ...]:
-    return call.backend, call.group, call.group_number, call.name, call.sequence
+    return call.backend, call.group, call.name, call.sequence
 
 
 def _make_collective(data: dict[str, Any], ranks: tuple[int, ...]) -> Collective:

@@ -7,12 +7,10 @@ return by themselves.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from traceback import walk_tb
 
 from mpwatch.os_support.signals import name_signal
 from mpwatch.results.failure import TEXT_LIMIT, format_ranks, summarize_exception
 from mpwatch.results.model import Attempt, Progress
-from mpwatch.results.places import PACKAGE_FOLDER
 
 FATE_LINES = 30  # groups of ranks; further groups are counted
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
@@ -108,22 +106,7 @@ def format_not_ready(start_timeout: float) -> str:
     return f"its interpreter was not ready after {start_timeout:g} s"
 
 
-def format_likely_oom(clue: str) -> str:
-    return f"likely the out-of-memory killer: {clue}"
-
-
 def format_unloadable_value(kind: str, error: BaseException) -> str:
     """Say that the caller could not unpickle a return value of type `kind`, because of `error`."""
-    function = _name_first_user_function(error)
-    summary = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
-    why = f"{function} raised {summary}" if function else summary
+    why = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
     return f"its return value cannot be rebuilt in the caller: it is of type {kind} ({why}); return plain data instead"
-
-
-def _name_first_user_function(error: BaseException) -> str:
-    """Return the function of user code that pickle called, such as `train.Model.__setstate__`, or "" if pickle raised."""
-    for frame, _ in walk_tb(error.__traceback__):
-        module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
-        if not (code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")) or module == "importlib"):
-            return f"{module}.{code.co_qualname}"
-    return ""

@@ -29,7 +29,7 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
-from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import Signals
 from mpwatch.watcher.wakeup_pipe import WakeupPipe

@@ -432,7 +432,6 @@ class EventLoop:
             call_at=self.timers.call_at,
             end_call=end_call,
             on_stall=None if self._node is None else self._node.on_stall,
-            may_call_again=self._keep_ranks,
         )
 
     # ---- one wake-up

@@ -32,7 +32,7 @@ from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
-from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.signal_options import check_stop_signals
@@ -330,16 +330,11 @@ class GroupRanks:
         """Call `body` as Caller.execute does. Then wait for the output of the ranks, at most until `output_deadline`."""
         watcher = caller.watcher
         try:
-            output = watcher.output
-            if output.is_read and not self._list_others(caller):  # lines of ranks of other calls may be unfinished
-                output.use_current_streams()
+            if not self._list_others(caller):  # lines of ranks of other calls may be unfinished
+                watcher.output.use_current_streams()
             caller.execute(body)
-            if output.is_read:
-                left = output_deadline + watcher.loop.suspended_seconds - monotonic()
-                has_others = bool(self._list_others(caller))
-                watcher.drain_output(caller.drain_timeout(left), with_unfinished_lines=not has_others)
-            else:
-                watcher.outbox.run_all()
+            left = output_deadline + watcher.loop.suspended_seconds - monotonic()
+            watcher.drain_output(caller.drain_timeout(left))
         finally:
             self._end(caller)
 

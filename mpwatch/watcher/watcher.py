@@ -28,7 +28,6 @@ from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.inbox import Inbox
-from mpwatch.watcher.machine.transitions import Interrupted
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.progress_events import ProgressEvents
@@ -141,9 +140,9 @@ class Watcher:
         """Return a View that publishes the reports of the ranks, or None if no observer asks for them."""
         return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
-    def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
+    def drain_output(self, seconds: float | None) -> None:
         """Wait until everything that the ranks have printed so far was written, or log a warning after `seconds`."""
-        if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
+        if not self.output.drain_all(seconds):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
             self.deferred_log.warning(text)
         self.outbox.run_all()
@@ -237,7 +236,3 @@ class Watcher:
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
         self.post(self.loop.suspend_limits, are_suspended=are_suspended)
-
-    def interrupt_after(self, seconds: float, signum: int) -> None:
-        """Interrupt the ranks once more, if they have not ended by then."""
-        self.post(self.loop.timers.call_at, monotonic() + seconds, partial(self.loop.interrupt, Interrupted(signum)))

@@ -57,12 +57,11 @@ RECORDED_NAMES = {"reduce_scatter_tensor": "all_reduce", "reduce_scatter_single"
 class _Group:
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
-    number: int  # among the groups of this name in the world, from 1
     first_records: Mapping[str, int]  # from each backend to the number of the first record that can be the group's
 
 
 _has_started = False
-_groups: dict[str, _Group] = {}  # all groups that were made in the present world, even destroyed ones, by torch's name
+_groups: dict[str, _Group] = {}  # the latest of each name, even destroyed ones, by torch's name
 _torch_rank: int | None = None  # in the default process group made last
 
 
@@ -98,8 +97,7 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
         _torch_rank = sys.modules["torch.distributed"].get_rank()
     details = torch_private.get_process_groups()
     for name in (names[group] for group in names.keys() - known):
-        number = _groups[name].number + 1 if name in _groups else 1
-        _groups[name] = _Group(*details[name], number, next_records)
+        _groups[name] = _Group(*details[name], next_records)
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
@@ -240,7 +238,6 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
         sequence=_get_number(entry),
         backend=_get_backend(entry),
         group=DEFAULT_GROUP if is_default else f"{group} ({description})" if is_described else group,
-        group_number=noted.number if noted else 1,
         ranks=noted.ranks if noted else (),
         input_shapes=tuple(map(tuple, entry["input_sizes"][:MAX_TENSORS])),
         output_shapes=tuple(map(tuple, entry["output_sizes"][:MAX_TENSORS])),

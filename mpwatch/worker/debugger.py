@@ -4,10 +4,8 @@
 
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
-    rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place), ("completions", words),
-                        ("quit",): the user ends the run
-    watcher to rank     ("ready",) or ("refused", reason), then ("complete", text, line, begin, end), and for each prompt
-                        ("line", text), ("end of file",) or ("refused", reason)
+    rank to watcher     (text, can_be_left, thread, place): what pdb has written; the last line is the prompt
+    watcher to rank     ("line", text), ("end of file",) or ("refused", reason)
 
 Objects of Pdb with streams of the user's own, and subclasses with their own `cmdloop` such as IPython's, stay as they are.
 """
@@ -19,6 +17,8 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager, suppress
+
+from mpwatch.worker.import_hook import ModuleFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,10 +37,20 @@ COMMANDS_OF_CONSOLE = {
     "all": "all COMMAND: run the command in every rank that is at a prompt, such as `all n`, `all c` or `all p x`.",
 }
 
+_is_post_mortem = False  # whether a prompt opens if the rank's function raises
 _last_debugger: Any = None  # the RankPdb that was used last
 
 
+def install(channel: Channel, *, post_mortem: bool) -> None:
+    """Connect pdb with the watcher as soon as this rank imports pdb."""
+    global _is_post_mortem
+    _is_post_mortem = post_mortem
+    prompt = Prompt(channel, os.getpid())
+    ModuleFinder("pdb", lambda module: route_pdb(module, prompt)).install()
+
+
 def finish_stepping() -> None:
+    """When the user's function has ended, keep pdb from stepping through the code that the rank runs then."""
     if _last_debugger is not None:
         _last_debugger.set_continue()
 
@@ -54,13 +64,13 @@ class Prompt:
         self._channel = channel
         self._pid = pid  # this process may be a fork of the rank
         self._connection: Connection | None = None
-        self._unfinished_line = ""  # the prompt, when pdb reads a line
+        self._text = ""  # written since the last prompt
         self.lock = threading.RLock()  # held by the thread that interacts
         self.debugger: Any = None  # that interacts
         self.can_be_left = False  # whether the run goes on when the user leaves the prompt
 
-    def open(self, purpose: str = "breakpoint") -> None:
-        """Connect to the watcher if necessary. Raises RuntimeError if the watcher cannot show a prompt."""
+    def open(self) -> None:
+        """Connect to the watcher if necessary. Raises RuntimeError if that is not possible."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
@@ -68,9 +78,9 @@ class Prompt:
             )
         with self.lock:
             if self._connection is None:
-                self._connection = self._connect(purpose)
+                self._connection = self._connect()
 
-    def _connect(self, purpose: str) -> Connection:
+    def _connect(self) -> Connection:
         import socket
         from multiprocessing.connection import Connection
 
@@ -78,34 +88,24 @@ class Prompt:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send(MessageKind.DEBUGGER, purpose.encode(), fd=theirs.fileno())
-        connection = Connection(ours.detach())
-        try:
-            kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")
-        except (EOFError, OSError):
-            kind, *reason = "refused", "the run is ending"
-        if kind == "refused":
-            connection.close()
-            _refuse(reason[0])
-        return connection
+            if not self._channel.send(MessageKind.DEBUGGER, fd=theirs.fileno()):
+                ours.close()
+                _refuse("the rank is ending, or has closed its channel")
+        return Connection(ours.detach())
 
     def write(self, text: str) -> int:
-        """Show the complete lines. The rest is the prompt of the next `readline`, or is completed by another `write`."""
-        lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
-        if newline:
-            self.send("output", lines + newline)
+        self._text += text
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing, because `write` has already sent all complete lines."""
+        """Do nothing, because the next prompt sends the text."""
 
     def isatty(self) -> bool:
         return False  # so that pdb writes no escape sequences
 
     def readline(self) -> str:
         """Return the line that the user enters at the prompt, or "" at the end of the input, as after Ctrl-D."""
-        text, self._unfinished_line = self._unfinished_line, ""
-        return self._ask(text, self.debugger, can_be_left=self.can_be_left)
+        return self._ask("", self.debugger, can_be_left=self.can_be_left)
 
     def input(self, text: object = "") -> str:
         """Replace `input` where pdb (to confirm) and code (for `interact`) would read the rank's own stdin."""
@@ -114,33 +114,23 @@ class Prompt:
             raise EOFError
         return line[:-1]
 
-    def _ask(self, text: str, debugger: Any, *, can_be_left: bool) -> str:
+    def _ask(self, question: str, debugger: Any, *, can_be_left: bool) -> str:
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
         frame = debugger.curframe if debugger is not None else None
         place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else None
         with self.lock:
-            self.send("prompt", text, can_be_left, name, place)
+            self.open()
             assert self._connection is not None
-            while True:
-                try:
-                    kind, *values = self._connection.recv()
-                except (EOFError, OSError):
-                    _wait_for_end()
-                if kind == "complete":
-                    self.send("completions", _complete(debugger, *values))
-                elif kind == "refused":
-                    _refuse(values[0])
-                else:
-                    return f"{values[0]}\n" if kind == "line" else ""
-
-    def send(self, *message: object) -> None:
-        self.open()
-        assert self._connection is not None
-        try:
-            self._connection.send(message)
-        except OSError:
-            _wait_for_end()
+            text, self._text = self._text + question, ""
+            try:
+                self._connection.send((text, can_be_left, name, place))
+                kind, *values = self._connection.recv()
+            except (EOFError, OSError):
+                _wait_for_end()
+        if kind == "refused":
+            _refuse(values[0])
+        return f"{values[0]}\n" if kind == "line" else ""
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -159,8 +149,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
     from cmd import Cmd
 
     class RankPdb(module.Pdb):  # type: ignore[misc]
-        """The Pdb of a rank."""
-
         def __init__(self, completekey: str = "tab", stdin: Any = None, stdout: Any = None, *args: Any, **more: Any) -> None:
             super().__init__(completekey, stdin, stdout, *args, **more)
             if stdin is None and stdout is None and type(self).cmdloop is Cmd.cmdloop:
@@ -193,12 +181,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
             count = _count_outer_frames(stack)
             return stack[count:], _find_user_frame(stack[count:]) if prompt.can_be_left else current - count
 
-        def set_quit(self) -> None:
-            if self.stdin is prompt and not prompt.can_be_left:
-                prompt.send("quit")
-                _wait_for_end()
-            super().set_quit()
-
     for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
         setattr(RankPdb, f"help_{command}", lambda self, text=text: self.message(text))
     module.Pdb = RankPdb
@@ -221,8 +203,14 @@ def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
     return len(stack) - 1 - find_user_frame(files) if files else 0
 
 
-def open_post_mortem(error: Exception) -> None:
-    """Show a prompt of pdb in the frame that has raised the exception, and wait until the user leaves the prompt."""
+def open_post_mortem(error: Exception) -> bool:
+    """If debug="post_mortem" is set, show a prompt where the exception was raised. Return whether it is set."""
+    if _is_post_mortem:
+        _show_post_mortem(error)
+    return _is_post_mortem
+
+
+def _show_post_mortem(error: Exception) -> None:
     import bdb
     import pdb  # noqa: T100  this is what the option asks for
 
@@ -232,8 +220,8 @@ def open_post_mortem(error: Exception) -> None:
     from mpwatch.results.failure import summarize_exception
 
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
-    with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: the caller can show no prompt
-        debugger.stdout.open("post_mortem")
+    with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: from `open`
+        debugger.stdout.open()
         debugger.stdout.write(f"the rank has raised {summarize_exception(error)}\n")
         debugger.reset()
         debugger.interaction(None, trace)
@@ -257,15 +245,3 @@ def _raised_at_sigterm() -> Iterator[None]:
 
 def _raise_stop(*_: object) -> None:
     raise _StopError
-
-
-def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:
-    """Return the completions of a word, in the same way as `cmd.Cmd.complete`. `line` must not begin with blanks."""
-    try:
-        complete = debugger.completenames
-        if begin > 0:
-            command = debugger.parseline(line)[0]
-            complete = getattr(debugger, f"complete_{command}", debugger.completedefault)
-        return [str(word) for word in complete(text, line, begin, end)]
-    except Exception:  # noqa: BLE001  code of the user's objects may raise; a completion is not worth a message
-        return []

@@ -40,7 +40,7 @@ from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.resource_errors import is_resource_shortage
 from mpwatch.wire.shared_memory import STOP_AT, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
-from mpwatch.worker import context, debugger_hook, stdio
+from mpwatch.worker import context, debugger, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from mpwatch.wire.pickling.call_payload import FunctionCall
     from mpwatch.wire.pickling.packed import Packed
 
-    ReceivedCall = tuple[int, bytes, list[int]]  # the call's number, and the arguments of call_payload.unpack
+    ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
 _first_excepthook = sys.excepthook  # before any call
@@ -74,7 +74,7 @@ def main(launch_info: LaunchInfo) -> None:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
-    debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
+    debugger.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)
@@ -186,10 +186,10 @@ def _run_call(
         except Exception as error:
             ended_at = monotonic()
             if kind is MessageKind.RAISED:
-                debugger_hook.open_post_mortem(error)
+                debugger.open_post_mortem(error)
             raise
         finally:
-            debugger_hook.finish_stepping()
+            debugger.finish_stepping()
             deferred_signals.defer()
         return pickle_value(value), ended_at
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt and SystemExit are answers, too

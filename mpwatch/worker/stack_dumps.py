@@ -1,15 +1,23 @@
 """Writes stacks into the rank's stack pipe after a crash, and when the watcher asks for them. This module runs in a rank.
 
-The watcher asks by one of two signals, and neither handler blocks: if the pipe is full, the rest of the stacks is lost.
+The watcher asks by one of two signals, because either signal works where the other one fails:
 
-- PYTHON_DUMP_SIGNAL comes first. Its handler in Python writes the stacks of all threads. It does not run while the main
-  thread computes in C code, or in some waits, such as a collective of gloo.
-- For NATIVE_DUMP_SIGNAL, faulthandler installs a handler in C, which runs at once, and writes only the main thread's stack.
-  While a thread enters or leaves a function, its frame is invalid for a moment. In a test with `sorted(key=function)`, up to
-  6 % of these dumps crashed Python 3.11 to 3.13, and 4 % of those of Python 3.14 lacked callers.
+- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler writes
+  the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
+  also delay the Python handler, for example a wait in a collective of gloo.
+- For NATIVE_DUMP_SIGNAL, the module faulthandler installs a handler in C. The C handler runs at once, even while a thread
+  holds the GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread
+  enters or leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame,
+  Python 3.11 to 3.13 can crash. In Python 3.14, the C handler does not crash at an invalid frame, but leaves out the callers
+  of this frame. In a test, the main thread ran `sorted(key=function)`: up to 6 % of the C handler's dumps crashed Python
+  3.11 to 3.13, and 4 % of the dumps of Python 3.14 were incomplete.
 
-PYTHON_DUMP_SIGNAL can interrupt a system call of a C library, which fails with EINTR, and a tracer (`sys.settrace`) sees the
-frames of its handler.
+The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
+begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is
+full, the rest of the stacks is lost.
+
+PYTHON_DUMP_SIGNAL can interrupt a system call of a C library. The interrupted system call fails with EINTR. If the user has
+set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
 """
 
 from __future__ import annotations
@@ -18,26 +26,26 @@ import faulthandler
 import os
 import sys
 import threading
-from collections import deque
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
-from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
+from mpwatch.wire.messages import STACKS_END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
     from types import FrameType
     from typing import Any
 
-INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost frames
+MAX_FRAMES = 100  # of a thread, as in faulthandler
 MAX_NAME = 500  # characters, as in faulthandler
-MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
-LEFT_OUT_STACKS = f"\n{OTHER_THREADS_HEAD}\n  (their stacks are left out: all stacks together exceed 64 KiB)\n".encode()
 
 c_enable = faulthandler.enable
-_crash_fd: int  # where faulthandler writes the stack of a crash
-_has_own_file = False  # whether the function has chosen another file
+_crash_fd: int  # where the stack of a crash goes, unless the function has chosen another file
+_has_other_file = False
 
 
 def register_stack_dumps(pipe: int) -> int:
@@ -52,62 +60,45 @@ def register_stack_dumps(pipe: int) -> int:
         faulthandler.register(NATIVE_DUMP_SIGNAL, file=pipe, all_threads=False)
     if PYTHON_DUMP_SIGNAL is not None:
         set_handler(PYTHON_DUMP_SIGNAL, StackWriter(pipe, main_thread))
-    status = os.fstat(pipe)
-    os.register_at_fork(after_in_child=lambda: _discard_dumps(pipe, status))
+    os.register_at_fork(after_in_child=partial(setattr, faulthandler, "enable", c_enable))
     return main_thread
 
 
 def redirect_crash_stack(target: socket.socket) -> None:
     """Make faulthandler write the stack of a crash into this socket, unless the function has chosen another file."""
-    if not _has_own_file:
-        fd = target.detach()
-        status = os.fstat(fd)
-        _enable_crash_stack(fd)
-        os.register_at_fork(after_in_child=lambda: _discard_dumps(fd, status))
+    if not _has_other_file:
+        _enable_crash_stack(target.detach())
 
 
 def _enable_crash_stack(fd: int) -> None:
-    global _crash_fd
-    _crash_fd = fd
+    global _crash_fd, _has_other_file
     c_enable(file=fd, all_threads=False)
+    _crash_fd, _has_other_file = fd, False
 
 
 def _enable_for_user(file: Any = None, *args: Any, **options: Any) -> None:
     """Replace `faulthandler.enable`: the stack of a crash that would go to stderr goes to the watcher, for its report."""
-    global _has_own_file
-    _has_own_file = file is not None and file is not sys.stderr
-    if _has_own_file:
-        c_enable(file, *args, **options)
-    else:
+    global _has_other_file
+    if file is None or file is sys.stderr:
         _enable_crash_stack(_crash_fd)
+    else:
+        c_enable(file, *args, **options)
+        _has_other_file = True
 
 
 class StackWriter:
-    """The handler of PYTHON_DUMP_SIGNAL, which writes the stacks of all threads in faulthandler's format.
-
-    The main thread comes first. The middle of a deep stack is left out: the outermost frames show whether the rank is
-    loading its call.
-    """
+    """The handler of PYTHON_DUMP_SIGNAL, which writes the stacks of all threads, the main thread first, as faulthandler."""
 
     def __init__(self, pipe: int, main_thread: int) -> None:
         self._pipe = pipe
         self._main_thread = main_thread
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
-        stack = _format_stack("Current thread", self._main_thread, frame)
-        self._write(stack)  # at once: the watcher sees that the answer has begun
-        room = MAX_BYTES - len(stack) - len(LEFT_OUT_STACKS) - len(STACKS_END)
-        others = []
+        self._write(_format_stack("Current thread", self._main_thread, frame))  # at once, so that the watcher sees it begin
         frames = sys._current_frames()
         # A variable that refers to this frame would keep the frame alive, with all frames and variables of the main thread.
         del frames[self._main_thread]
-        for thread, innermost in frames.items():
-            stack = b"\n" + _format_stack("Thread", thread, innermost)
-            room -= len(stack)
-            if room < 0:
-                others.append(LEFT_OUT_STACKS)
-                break
-            others.append(stack)
+        others = [b"\n" + _format_stack("Thread", thread, innermost) for thread, innermost in frames.items()]
         self._write(b"".join(others) + STACKS_END)
 
     def _write(self, data: bytes) -> None:
@@ -116,16 +107,14 @@ class StackWriter:
 
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
-    innermost: list[FrameType] = []
-    outermost: deque[FrameType] = deque(maxlen=OUTERMOST_FRAMES)
-    count = 0
-    while frame is not None:
-        kept: list[FrameType] | deque[FrameType] = innermost if count < INNERMOST_FRAMES else outermost
-        kept.append(frame)
-        frame, count = frame.f_back, count + 1
-    gap = ["  ...\n"] if count > INNERMOST_FRAMES + OUTERMOST_FRAMES else []
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
-    return "".join([head, *map(_format_frame, innermost), *gap, *map(_format_frame, outermost)]).encode()
+    return "".join([head, *map(_format_frame, islice(walk_frames(frame), MAX_FRAMES))]).encode()
+
+
+def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _format_frame(frame: FrameType) -> str:
@@ -135,13 +124,3 @@ def _format_frame(frame: FrameType) -> str:
 def _escape(name: str) -> str:
     name = name[:MAX_NAME]
     return name if name.isprintable() else name.encode("unicode_escape").decode()
-
-
-def _discard_dumps(pipe: int, status: os.stat_result) -> None:
-    """Discard stack dumps in a forked child of the rank, because a crash of the child is not a crash of the rank."""
-    faulthandler.enable = c_enable
-    with suppress(OSError):  # closed, or the limit of open files is reached
-        if os.path.samestat(os.fstat(pipe), status):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, pipe, inheritable=False)
-            os.close(null)

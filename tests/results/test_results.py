@@ -127,11 +127,3 @@ def test_the_table_of_values_is_short_and_escaped():
     values = {0: "<b>", **dict.fromkeys(range(1, 512), [1] * 1000)}
     table = RunResult(WorkerState.SUCCEEDED, return_values=values)._repr_html_()
     assert (table.count("<tr>"), "480 more" in table, "&lt;b&gt;" in table, len(table) < 5000) == (33, True, True, True)
-
-
-def test_the_table_of_a_group():
-    with mpwatch.WorkerGroup(3) as group:
-        group.run(failing.rank)
-        table = group._repr_html_()
-        assert all(text in table for text in ("<b>WorkerGroup of ranks 0-2</b>", "HEALTHY: the ranks are ready", ">never<"))
-    assert "STOPPED: closed" in group._repr_html_()

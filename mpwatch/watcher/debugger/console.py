@@ -1,16 +1,15 @@
 """Shows the prompts of ranks that are at a breakpoint, one after another, in the caller's thread.
 
     rank --- DEBUGGER with a socket ---> event loop ---> Watcher ---> DebuggerConsole.serve ---> RankSession
-    rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
-    rank <--- "line" --------------- RankSession <--- the user
+    rank --- output and prompt ---> RankSession ---> the terminal or the notebook
+    rank <--- line ---------------- RankSession <--- the user
 
-pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N` and
-`all COMMAND` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and captured
-output of the ranks is held back until the next prompt.
+pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N`,
+`all COMMAND` and `quit` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and
+captured output of the ranks is held back until the next prompt.
 """
 
 import re
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,10 +30,9 @@ from mpwatch.wire.exceptions.source_lines import cell_name
 
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
-COMPLETION_SECONDS = 1.0
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
-QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
+QUIT_COMMAND = re.compile(r"\s*(all\s+)?(q|quit|exit)\s*$")
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
@@ -49,15 +47,14 @@ class WatchedRanks(Protocol):
     deferred_log: DeferredLog
     output: RankOutput
 
-    def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]:
-        """Return the new sockets: the rank, the descriptor, and why it was opened."""
-
+    def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]: ...
     def take_stacks(self, seconds: float | None) -> Stacks: ...
     def suspend_limits(self, *, are_suspended: bool) -> None: ...
-    def interrupt_after(self, seconds: float, signum: int) -> None: ...
 
 
 class Prompter(Protocol):
+    """What the console uses of Signals."""
+
     received: list[int]
     is_at_prompt: bool
 
@@ -75,25 +72,17 @@ class RankSession:
         self.place = ""  # in the code
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
-        self.wants_to_quit = False
-        self._completions: list[list[str]] = []  # the answers to `complete`
 
     def receive(self) -> None:
         """Read the messages that have arrived from the rank. Raises EOFError or OSError if the rank has ended."""
         while self.connection.poll():
-            kind, *values = self.connection.recv()
-            if kind == "output":
-                self.output += STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), values[0])
-            elif kind == "prompt":
-                text, self.can_be_left, thread, place = values
-                if place is not None:  # it is None at a question of pdb
-                    self.place = format_place(*place)
-                self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {text}"
-                self.is_at_prompt = True
-            elif kind == "completions":
-                self._completions.append(values[0])
-            elif kind == "quit":
-                self.wants_to_quit = True
+            text, self.can_be_left, thread, place = self.connection.recv()
+            lines, newline, prompt = text.rpartition("\n")
+            self.output = STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), lines + newline)
+            if place is not None:  # it is None at a question of pdb
+                self.place = format_place(*place)
+            self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {prompt}"
+            self.is_at_prompt = True
 
     def take_output(self) -> str:
         output, self.output = self.output, ""
@@ -103,18 +92,6 @@ class RankSession:
         self.is_at_prompt = False
         with suppress(OSError):  # the rank has ended; `receive` notices it
             self.connection.send(message)
-
-    def complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        """Ask the rank how the word `text` can be completed."""
-        self._completions.clear()
-        deadline = monotonic() + COMPLETION_SECONDS
-        try:
-            self.connection.send(("complete", text, line, begin, end))
-            while not self._completions and self.connection.poll(max(0.0, deadline - monotonic())):
-                self.receive()
-        except (EOFError, OSError):
-            return []
-        return self._completions[0] if self._completions else []
 
 
 class DebuggerConsole:
@@ -137,9 +114,8 @@ class DebuggerConsole:
         first = self._choose()
         if first is None:
             return
-        if reason := explain_missing_prompt():  # an earlier call of the group could show prompts
-            for refused in self._get_stopped():
-                refused.answer(*(("end of file",) if refused.can_be_left else ("refused", reason)))
+        if reason := explain_missing_prompt():
+            self._refuse_all(reason)
             return
         if signals.received:  # Ctrl-C came while a rank executed a command
             self._quit(first, signals)
@@ -149,7 +125,7 @@ class DebuggerConsole:
                 try:
                     self._show_output(session)
                     signals.is_at_prompt = True
-                    self._handle_line(session, read_line(session.prompt, session.connection.fileno(), session.complete))
+                    self._handle_line(session, read_line(session.prompt, session.connection.fileno()), signals)
                 except PromptClosedError:
                     self._write("\n")
                     self._receive()
@@ -167,34 +143,32 @@ class DebuggerConsole:
                     self._quit(session, signals)
                 finally:
                     signals.is_at_prompt = False
-                if any(one.wants_to_quit for one in self._sessions.values()):
-                    self._quit(session, signals)
 
     def close(self) -> None:
-        """Close all sockets after the ranks have ended."""
         for session in self._sessions.values():
             session.connection.close()
         self._sessions.clear()
 
     def _update(self) -> None:
-        """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
-        accepted = []
-        for rank, fd, purpose in self._watcher.take_debugger_sockets():
-            connection, reason = Connection(fd), explain_missing_prompt()
-            with suppress(OSError):  # the rank has ended
-                connection.send(("refused", reason) if reason else ("ready",))
-            if reason:
-                connection.close()
-                if purpose == "post_mortem" and not self._has_warned:
-                    self._has_warned = True
-                    self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
-                continue
+        """Begin a session with each rank that has sent a socket. Read the messages of all ranks."""
+        new = []
+        for rank, fd, _ in self._watcher.take_debugger_sockets():
             if rank in self._sessions:  # before the rank was restarted
                 self._sessions[rank].connection.close()
-            self._sessions[rank] = RankSession(rank, connection)
-            accepted.append(self._sessions[rank])
+            self._sessions[rank] = RankSession(rank, Connection(fd))
+            new.append(self._sessions[rank])
         self._receive()
-        self._wait_for_prompt(*accepted)
+        self._wait_for_prompt(*new)
+
+    def _refuse_all(self, reason: str) -> None:
+        for session in self._get_stopped():
+            if not session.can_be_left:
+                session.answer("refused", reason)
+                continue
+            session.answer("end of file")
+            if not self._has_warned:
+                self._has_warned = True
+                self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
 
     def _receive(self) -> None:
         """Read the messages of all ranks. Remove the sessions of ranks that have ended."""
@@ -205,7 +179,6 @@ class DebuggerConsole:
                 session.connection.close()
                 del self._sessions[session.rank]
                 if session is self._current:
-                    self._write(session.output)
                     self._current = None
 
     def _choose(self) -> RankSession | None:
@@ -218,7 +191,7 @@ class DebuggerConsole:
     def _get_stopped(self) -> list[RankSession]:
         return [self._sessions[rank] for rank in sorted(self._sessions) if self._sessions[rank].is_at_prompt]
 
-    def _handle_line(self, session: RankSession, line: str) -> None:
+    def _handle_line(self, session: RankSession, line: str, signals: Prompter) -> None:
         self._update()  # other ranks may have come to a breakpoint while the user was typing
         is_command = session.prompt.endswith(PDB_PROMPT)  # not of `interact`, `commands`, or a question
         if is_command and RANKS_COMMAND.match(line):
@@ -227,6 +200,8 @@ class DebuggerConsole:
                 self._write(f"{ranks}:{place}\n")
         elif is_command and (match := RANK_COMMAND.match(line)):
             self._switch(int(match[1]))
+        elif is_command and QUIT_COMMAND.match(line) and not session.can_be_left:
+            self._quit(session, signals)
         elif is_command and (match := ALL_COMMAND.match(line)):
             self._ask_all(match[1])
         else:
@@ -240,8 +215,6 @@ class DebuggerConsole:
             if not running or not wait([one.connection for one in running], max(0.0, deadline - monotonic())):
                 return
             self._receive()
-            if any(session.wants_to_quit for session in self._sessions.values()):
-                return
 
     def _switch(self, rank: int) -> None:
         session = self._sessions.get(rank)
@@ -290,8 +263,6 @@ class DebuggerConsole:
         if not self._has_quit:
             self._has_quit = True
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
-            # A rank may have a handler for SIGTERM that does not end it. A second signal kills.
-            self._watcher.interrupt_after(QUIT_SECONDS, signal.SIGTERM)
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
@@ -306,16 +277,14 @@ class DebuggerConsole:
                 if not in_notebook() and not sys.stdout.isatty():
                     sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
             yield
-            self._show_output(self._current)
 
-    def _show_output(self, session: RankSession | None) -> None:
+    def _show_output(self, session: RankSession) -> None:
         """Show the captured output of all ranks, then the output of pdb in `session`. Make `session` the current session."""
         self._output.drain_all(DRAIN_SECONDS)
-        if session is not None:
-            if self._current is not None and self._current.rank != session.rank:
-                self._write(self._describe_move(self._current, session) + "\n")
-            self._current = session
-            self._write(session.take_output())
+        if self._current is not None and self._current.rank != session.rank:
+            self._write(self._describe_move(self._current, session) + "\n")
+        self._current = session
+        self._write(session.take_output())
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout

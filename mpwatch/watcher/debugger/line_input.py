@@ -9,16 +9,13 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack, closing, suppress
+from typing import NoReturn
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
 
-Complete = Callable[[str, str, int, int], list[str]]  # the word, the line, and where in the line the word begins and ends
-DELIMITERS = " \t\n`@#%^&*()=+[{]}\\|;:'\",<>?"  # of words, for completion; pdb has the same
 REPEAT_MS = 50
 
 
@@ -39,18 +36,10 @@ def explain_missing_prompt() -> str:
     return "the program that started the run has neither a terminal on stdin nor a notebook"
 
 
-def read_line(prompt: str, socket: int, complete: Complete) -> str:
+def read_line(prompt: str, socket: int) -> str:
     """Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, PromptClosedError if the rank closes its end."""
-    is_reading = False
-
-    def close_prompt(*_: object) -> None:
-        nonlocal is_reading
-        if is_reading:
-            is_reading = False
-            raise PromptClosedError
-
     with ExitStack() as stack:
-        handler = signal.signal(signal.SIGURG, close_prompt)
+        handler = signal.signal(signal.SIGURG, _close_prompt)
         stack.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
         stop = stack.enter_context(closing(WakeupPipe()))
         arguments = (socket, stop.fileno(), threading.get_ident())
@@ -58,13 +47,11 @@ def read_line(prompt: str, socket: int, complete: Complete) -> str:
         thread.start()
         stack.callback(thread.join)
         stack.callback(stop.wake)
-        if not in_notebook():
-            stack.enter_context(_own_completer(complete))
-        try:
-            is_reading = True
-            return input(prompt)
-        finally:
-            is_reading = False
+        return input(prompt)
+
+
+def _close_prompt(*_: object) -> NoReturn:
+    raise PromptClosedError
 
 
 def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
@@ -77,31 +64,3 @@ def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
     poll.unregister(socket)
     while not poll.poll(REPEAT_MS):  # repeat the signal, since the main thread may not wait in `input` yet
         signal.pthread_kill(main_thread, signal.SIGURG)
-
-
-@contextmanager
-def _own_completer(complete: Complete) -> Iterator[None]:
-    try:
-        import readline
-    except ImportError:  # a Python without it
-        yield
-        return
-    words: list[str] = []
-
-    def complete_next(text: str, state: int) -> Any:
-        if state == 0:
-            full = readline.get_line_buffer()
-            line = full.lstrip()
-            blanks = len(full) - len(line)
-            words[:] = complete(text, line, readline.get_begidx() - blanks, readline.get_endidx() - blanks)
-        return words[state] if state < len(words) else None
-
-    completer, delimiters = readline.get_completer(), readline.get_completer_delims()
-    readline.set_completer(complete_next)
-    readline.set_completer_delims(DELIMITERS)
-    readline.parse_and_bind("tab: complete")
-    try:
-        yield
-    finally:
-        readline.set_completer(completer)
-        readline.set_completer_delims(delimiters)

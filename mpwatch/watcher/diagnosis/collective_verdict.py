@@ -6,10 +6,8 @@ torch's flight recorder numbers the collectives of each process group. Number N 
 - ABSENT: ranks wait in a collective that another rank has not called. If its function still runs, it may do so later.
 - CROSSED: ranks wait for one another in different collectives, perhaps not for ever if one of the calls was asynchronous.
 
-ABSENT blames the absent ranks, the others the minority, or nobody if it is not certain who that is. A program may have
-several torch worlds (default process groups), with numbers of their own for the ranks; if two ranks have one number in a
-world, there is no verdict on it. torch's own comparison (torch.distributed.flight_recorder) takes the call of the first rank
-as correct.
+ABSENT blames the absent ranks, the others the minority, or nobody if it is not certain who that is. torch's own comparison
+(torch.distributed.flight_recorder) takes the call of the first rank as correct.
 """
 
 import math
@@ -51,7 +49,6 @@ class Group(NamedTuple):
     name: str
     backend: str
     ranks: tuple[int, ...]
-    number: int = 1  # the number of this process group among those with the same name
 
 
 Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
@@ -63,9 +60,8 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 class CollectiveVerdict:
     """A verdict on ranks whose collectives do not fit together.
 
-    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_blocking`: the
-    main thread of a rank certainly waits in the collective. `is_complete`: it is known what each rank waits for. Else the
-    cause may be a rank that has not answered, or one in send or recv.
+    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_complete`: it
+    is known what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
     """
 
     kind: VerdictKind
@@ -76,7 +72,6 @@ class CollectiveVerdict:
     sequence: int
     seconds: float = field(default=0.0, compare=False)
     have_returned: bool = False
-    is_blocking: bool = field(default=False, compare=False)
     is_complete: bool = True
 
     @property
@@ -110,90 +105,63 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts to log, and add their findings to `warned`. One warning is enough for the same ranks."""
-    stalls = list(stalls)
-    named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
-    new = []
-    for stall in stalls:
-        if stall.finding not in warned and not (stall.blamed and named.issuperset(stall.blamed)):
-            new.append(stall)
-            warned.add(stall.finding)
-            named.update(stall.blamed)
+    new = [stall for stall in stalls if stall.finding not in warned]
+    warned.update(stall.finding for stall in new)
     return new
-
-
-@dataclass(eq=False)
-class _Members:
-    """A process group, and what is known of its ranks. Unlike a Group with all its ranks, it is quick to hash."""
-
-    group: Group
-    ranks: list[int]  # those that have answered, by mpwatch's numbers
-    last_numbers: dict[int, int] = field(default_factory=dict)  # the highest one that each rank has called
-    slots: dict[int, "_Slot"] = field(default_factory=dict)  # by number
-
-    @property
-    def unknown_count(self) -> int:
-        return len(self.group.ranks) - len(self.ranks)
-
-    def get_slot(self, number: int) -> "_Slot":
-        return self.slots.get(number) or self.slots.setdefault(number, _Slot(self, number))
 
 
 @dataclass(eq=False)
 class _Slot:
     """Number N of a process group, which should be the same call on all ranks."""
 
-    members: _Members
+    group: Group
     number: int
     called: dict[int, Collective] = field(default_factory=dict)  # by rank
 
     @property
     def order(self) -> tuple[int, Group]:
-        return self.number, self.members.group
-
-    def lacks(self, rank: int, *, has_all: bool) -> bool:
-        """Return whether the rank has certainly not called it. `has_all`: whether all calls of the rank are known."""
-        number = self.members.last_numbers.get(rank)
-        return has_all if number is None else number < self.number
+        return self.number, self.group
 
     def make_verdict(self, kind: VerdictKind, blamed: Iterable[int], sentence: str, **more: Any) -> CollectiveVerdict:
-        return CollectiveVerdict(kind, tuple(blamed), sentence, group=self.members.group, sequence=self.number, **more)
+        return CollectiveVerdict(kind, tuple(blamed), sentence, group=self.group, sequence=self.number, **more)
 
 
 class _Calls:
     """The collectives of all ranks, sorted by process groups and numbers. None if torch numbers the ranks otherwise."""
 
     def __init__(self, answers: Mapping[int, RankCollectives]) -> None:
-        self.by_rank: dict[int, dict[_Slot, Collective]] = {}  # oldest first
-        self._known = {rank for rank, answer in answers.items() if answer.torch_rank == rank}
-        self._by_group: dict[Group, _Members] = {}
-        self._by_id: dict[tuple[object, ...], _Members] = {}  # the answers keep the tuples of ranks alive
-        if all(answer.torch_rank in (None, rank) for rank, answer in answers.items()):
-            for rank in sorted(self._known):
-                self._add(rank, answers[rank])
+        is_numbered_alike = all(answer.torch_rank in (None, rank) for rank, answer in answers.items())
+        self._answers = {
+            rank: answers[rank] for rank in sorted(answers) if is_numbered_alike and answers[rank].torch_rank == rank
+        }
+        self._slots: dict[tuple[Group, int], _Slot] = {}
+        self._last_numbers: dict[tuple[Group, int], int] = {}  # by group and rank
+        self.by_rank: dict[int, dict[_Slot, Collective]] = {rank: {} for rank in self._answers}  # oldest first
+        for rank, answer in self._answers.items():
+            for call in answer.collectives:
+                if call.ranks and call.name not in POINT_TO_POINT:
+                    self._add(rank, call)
 
-    def _add(self, rank: int, answer: RankCollectives) -> None:
-        own = self.by_rank[rank] = {}
-        for call in answer.collectives:
-            if call.ranks and call.name not in POINT_TO_POINT:
-                members = self._get_members(call)
-                slot = members.get_slot(call.sequence)
-                own.pop(slot, None)
-                own[slot] = slot.called[rank] = call
-                members.last_numbers[rank] = max(call.sequence, members.last_numbers.get(rank, 0))
-
-    def _get_members(self, call: Collective) -> _Members:
-        by_id = call.group, call.backend, id(call.ranks), call.group_number
-        if by_id not in self._by_id:
-            group = Group(call.group, call.backend, call.ranks, call.group_number)
-            members = _Members(group, [rank for rank in call.ranks if rank in self._known])
-            self._by_id[by_id] = self._by_group.setdefault(group, members)
-        return self._by_id[by_id]
+    def _add(self, rank: int, call: Collective) -> None:
+        group = Group(call.group, call.backend, call.ranks)
+        slot = self._slots.setdefault((group, call.sequence), _Slot(group, call.sequence))
+        self.by_rank[rank].pop(slot, None)
+        self.by_rank[rank][slot] = slot.called[rank] = call
+        self._last_numbers[group, rank] = max(call.sequence, self._last_numbers.get((group, rank), 0))
 
     def list_slots(self) -> list[_Slot]:
-        return sorted(
-            (slot for each in self._by_group.values() for slot in each.slots.values()), key=lambda slot: slot.order
-        )
+        return sorted(self._slots.values(), key=lambda slot: slot.order)
+
+    def find_absent(self, slot: _Slot) -> set[int]:
+        """Return the ranks that have certainly not called it."""
+        return {rank for rank in slot.group.ranks if rank in self._answers and self._lacks(rank, slot)}
+
+    def _lacks(self, rank: int, slot: _Slot) -> bool:
+        number = self._last_numbers.get((slot.group, rank))
+        return self._answers[rank].has_all if number is None else number < slot.number
+
+    def knows_all(self, slot: _Slot) -> bool:
+        return self._answers.keys() >= set(slot.group.ranks)
 
 
 def _is_waiting(call: Collective) -> bool:
@@ -204,7 +172,6 @@ def _is_waiting(call: Collective) -> bool:
 
 
 def _find_mismatch(calls: _Calls) -> list[CollectiveVerdict]:
-    """Return a MISMATCH verdict on the first collective in which the calls of the ranks differ, if any."""
     for slot in calls.list_slots():
         if any(map(_is_waiting, slot.called.values())) and (camps := _find_camps(slot.called)):
             return [_make_mismatch(slot, camps)]
@@ -249,7 +216,7 @@ DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reducti
 def _make_mismatch(slot: _Slot, camps: list[list[int]]) -> CollectiveVerdict:
     called = slot.called
     # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
-    unknown = len(slot.members.group.ranks) - sum(map(len, camps))
+    unknown = len(slot.group.ranks) - sum(map(len, camps))
     has_majority = len(camps[0]) > len(camps[1]) + unknown
     read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
     phrases = {
@@ -294,7 +261,6 @@ def _format_place(call: Collective) -> str:
 
 
 def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned: set[int]) -> list[CollectiveVerdict]:
-    """Return the ABSENT verdicts, and then the CROSSED verdict, if any."""
     waiting: dict[_Slot, list[int]] = {}
     for rank, of_rank in calls.by_rank.items():
         slot = next((slot for slot, call in of_rank.items() if _is_waiting(call)), None)
@@ -302,7 +268,7 @@ def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned
             waiting.setdefault(slot, []).append(rank)
     absent_from: dict[_Slot, set[int]] = {}
     for slot in sorted(waiting, key=lambda slot: slot.order):
-        if absent := {rank for rank in slot.members.ranks if slot.lacks(rank, has_all=answers[rank].has_all)}:
+        if absent := calls.find_absent(slot):
             absent_from[slot] = absent
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
     verdicts, crossed = [], []
@@ -314,7 +280,7 @@ def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned
             crossed.append(slot)
     verdicts.sort(key=lambda verdict: (not verdict.have_returned, -verdict.seconds))
     if closed := _find_closed(crossed, waiting, absent_from) or (crossed if not verdicts else []):
-        verdicts.append(_make_crossed({slot: waiting[slot] for slot in closed}, absent_from, blocked))
+        verdicts.append(_make_crossed(calls, {slot: waiting[slot] for slot in closed}, absent_from, blocked))
     return verdicts
 
 
@@ -357,7 +323,6 @@ def _make_absent(
         evidence=evidence,
         seconds=max(slot.called[rank].seconds for rank in waiting),
         have_returned=have_returned,
-        is_blocking=any(slot.called[rank].place for rank in waiting),
     )
 
 
@@ -366,12 +331,15 @@ def _format_wait(ranks: list[int]) -> str:
 
 
 def _make_crossed(
-    waiting: Mapping[_Slot, list[int]], absent_from: Mapping[_Slot, set[int]], blocked: Mapping[int, Collective]
+    calls: _Calls,
+    waiting: Mapping[_Slot, list[int]],
+    absent_from: Mapping[_Slot, set[int]],
+    blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
     """Blame nobody if the cause may be a rank that is not in `waiting`."""
     first, *others = sorted(waiting, key=lambda slot: (-len(waiting[slot]), slot.order))
     inside = {rank for ranks in waiting.values() for rank in ranks}
-    is_complete = all(absent_from[slot] <= inside and not slot.members.unknown_count for slot in waiting)
+    is_complete = all(absent_from[slot] <= inside and calls.knows_all(slot) for slot in waiting)
     has_majority = is_complete and all(len(waiting[first]) > len(waiting[slot]) for slot in others)
     evidence = {}
     for rank in sorted(absent_from[first]):

@@ -150,7 +150,6 @@ def _find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict 
 
 
 def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectives]:
-    """Return the collectives of each rank that has reported them."""
     return {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
 
 
@@ -196,7 +195,6 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the failures that may be secondary and that another failure explains, marked as secondary."""
     peer_errors = {rank: _get_peer_error(attempt.ranks[rank]) for rank in failures}
     deaths = [failure.elapsed for failure in failures.values() if not _has_exact_time(failure)]
     has_cause = bool(deaths) or any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
@@ -305,7 +303,6 @@ def _is_running(attempt: AttemptObservations, observed: RankObservations) -> boo
 
 
 def _get_order_of_blame(attempt: AttemptObservations, failure: ProcessFailure) -> tuple[bool, bool, float]:
-    """Return a sort key that is smallest for the root cause, by the rules at the head of this module."""
     stopped = math.inf if attempt.stopped_at is None else attempt.stopped_at - attempt.run_started_at
     if failure.kind is FailureKind.MISMATCH:  # blamed by the verdict, even if the rank has failed after the others
         return False, failure.is_secondary, stopped

@@ -4,13 +4,10 @@ Runs in the caller's thread, except `may_be_oom_kill` and `is_crash`. A failure 
 with a peer (peer_errors.py) is secondary; diagnose.py finds the other secondary failures, and the root cause.
 """
 
-import os
 import signal
 from dataclasses import replace
-from multiprocessing import spawn
 from typing import Any
 
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
@@ -29,7 +26,6 @@ CRASH_SIGNALS = frozenset(
 
 
 def may_be_oom_kill(observed: RankObservations) -> bool:
-    """Return whether this rank died of a SIGKILL that did not come from the watcher."""
     return observed.exit_code == -signal.SIGKILL and signal.SIGKILL not in observed.signals_sent
 
 
@@ -124,8 +120,6 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     if is_before_stop(attempt, at):
         return True
     number = -(observed.exit_code or 0)
-    if observed.was_asked_for_stacks and number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
-        return False
     is_cancelled = attempt.stop_reason is StopReason.CANCELLED_BY_JOB and attempt.signum is not None
     if not (observed.signals_sent or is_cancelled or attempt.stop_reason is StopReason.INTERRUPTED):
         return True  # the watcher was still reading stacks, and had not sent SIGTERM
@@ -156,7 +150,6 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 
 
 def _get_exit_status(code: object) -> int:
-    """Return the status that a shell shows for sys.exit(code), but 1 for 0, because the rank has failed."""
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
@@ -198,10 +191,8 @@ def _find_evidence(observed: RankObservations) -> str:
     if (peer_error := get_death_kind(observed)) is not None:
         return texts.GLOO_SIZE if peer_error is PeerErrorKind.OTHER_SIZE else texts.NCCL_WATCHDOG
     if not observed.was_ready and observed.exit_code is not None and observed.exit_code >= 0:
-        path = os.fsdecode(spawn.get_executable())
-        hint = "" if "py" in os.path.basename(path) else f"; {path} may not be Python: see multiprocessing.set_executable()"
-        return f"its interpreter ended with exit code {observed.exit_code}{hint}"
-    return observed.oom_proof or (texts.format_likely_oom(observed.oom_hint) if observed.oom_hint else "")
+        return f"its interpreter ended with exit code {observed.exit_code}"
+    return observed.oom_proof
 
 
 def _build(

@@ -34,13 +34,11 @@ class RankObservations:
     has_exited: bool = False  # whether the watcher has noticed the end of the process
     exit_code: int | None = None  # as in multiprocessing: negative after a signal; None if it is unknown
     oom_proof: str = ""  # what proves that the kernel's out-of-memory killer killed the rank
-    oom_hint: str = ""  # what makes that likely, if there is no proof
     # The stacks of all threads just before the watcher stopped the rank, in faulthandler's format, with source lines.
     stacks: str = ""
     crash_stack: str = ""  # the Python stack at the moment of a crash, in the same format
     startup_output: str = ""  # what the interpreter printed, if the rank never became ready
     stderr: str = ""  # its last lines, if the watcher reads it
-    was_asked_for_stacks: bool = False  # by a signal, which kills the rank if it executes another program at that moment
     is_dump_for_report: bool = False  # whether it was asked because it is stopped, not only for `stacks()` or Ctrl-Backslash
     # The latest ones at the first sign of a failure, or when the rank raised. None if it was not asked or did not answer.
     collectives: RankCollectives | None = None
@@ -64,7 +62,6 @@ class RankObservations:
         return None if self.collectives is None else get_current_collective(self.collectives)
 
     def get_progress(self, run_started_at: float) -> Progress | None:
-        """Return the rank's last `mpwatch.report()`, with its time in seconds since the start of the run."""
         if self.heartbeat.report is None:
             return None
         at, step, total, metrics = self.heartbeat.report

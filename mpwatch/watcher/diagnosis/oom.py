@@ -1,15 +1,13 @@
 """Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. Runs in the watcher thread.
 
-A *suspect* died of a SIGKILL that did not come from the watcher. The evidence is the counter `oom_kill` of the watcher's
-memory cgroup, which the kernel increments before it kills a process:
-
-- It rose by at least the number of suspects in one wake-up: the OOM killer killed all of them, and maybe other processes.
-- It rose by less, or there is only the counter of the whole machine (/proc/vmstat), which rose: that is the likely cause.
+A *suspect* died of a SIGKILL that did not come from the watcher. The proof is the counter `oom_kill` of the watcher's memory
+cgroup, which the kernel increments before it kills a process: if it rose by at least the number of suspects in one wake-up,
+the OOM killer killed all of them, and maybe other processes.
 """
 
 from collections.abc import Iterable
 
-from mpwatch.os_support.cgroups import count_oom_kills, count_oom_kills_of_machine
+from mpwatch.os_support.cgroups import count_oom_kills
 from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
@@ -18,7 +16,6 @@ class OomDetector:
 
     def __init__(self) -> None:
         self._group_counts = count_oom_kills()
-        self._machine_count = count_oom_kills_of_machine()
         self._other_kills: dict[str, int] = {}  # kills of processes that are no ranks, by the counter's file
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
@@ -30,10 +27,6 @@ class OomDetector:
         for observed in killed:
             if rise >= len(killed):
                 observed.oom_proof = _describe_rise(file, rise)
-            elif rise > 0:
-                observed.oom_hint = _describe_rise(file, rise)
-            elif not self._group_counts and count_oom_kills_of_machine() > self._machine_count:
-                observed.oom_hint = "it killed a process on this machine during the run"
         self._count_other_kills(file, rise - len(killed))
 
     def take_other_kills(self) -> str:

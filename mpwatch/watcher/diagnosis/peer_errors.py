@@ -1,8 +1,7 @@
 """Recognises failures that a peer has probably caused: a lost connection, or a timeout in a wait for a peer. Pure.
 
 Such a failure is secondary, even if the peer fails later: a rank that closes its connections before it raises lets its peers
-fail first. The patterns for gloo, TCPStore and sockets are from real runs, those for NCCL from its source code. Those
-for UCC and MPI are untested.
+fail first. The patterns for gloo, TCPStore and sockets are from real runs, those for NCCL from its source code.
 """
 
 import re
@@ -66,12 +65,6 @@ PATTERNS = (
     PeerErrorPattern(LOST, "DistBackendError", "unexpected exit of a remote peer"),
     PeerErrorPattern(LOST, "DistBackendError", "nccl communicator was aborted"),
     PeerErrorPattern(LOST, "DistBackendError", "connection closed by"),
-    # UCC over UCX
-    PeerErrorPattern(LOST, "Error", "ucc", "connection reset by remote peer"),
-    PeerErrorPattern(LOST, "Error", "ucc", "endpoint timeout"),
-    # MPI with fault tolerance (ULFM). Without it, the launcher kills all processes.
-    PeerErrorPattern(LOST, "", "mpi_err_proc_failed"),
-    PeerErrorPattern(LOST, "", "mpi_err_revoked"),
     # connections and barriers of multiprocessing, streams of asyncio, and sockets
     PeerErrorPattern(LOST, "EOFError", raised_in="multiprocessing/connection.py"),
     PeerErrorPattern(LOST, "BrokenPipeError", raised_in="multiprocessing/connection.py"),

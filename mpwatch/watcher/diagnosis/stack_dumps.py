@@ -2,9 +2,9 @@
 
 While the rank's interpreter starts, the pipe is its stderr. When the rank is ready, there are only stacks in it:
 
-- If the watcher asks for stacks, Python writes those of all threads and then STACKS_END, with a note under
-  OTHER_THREADS_HEAD if some are left out. If Python does not answer in time, faulthandler writes the stack of the main
-  thread. The pipe has one of these texts or a mixture, without its end if the rank was too slow or the pipe was full.
+- If the watcher asks for stacks, Python writes those of all threads and then STACKS_END. If Python does not answer in time,
+  faulthandler writes the stack of the main thread. The pipe has one of these texts or a mixture, without its end if the
+  rank was too slow or the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks begin with the innermost frame. The rank's side is worker/stack_dumps.py.
@@ -14,31 +14,26 @@ import linecache
 import os
 import re
 import threading
-from itertools import dropwhile, pairwise, takewhile
+from itertools import pairwise
 
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
 from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
-from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
+from mpwatch.wire.messages import STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "
 NATIVE_DUMP_HEAD = "Stack"  # faulthandler does not name the thread
-STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack|Other threads)\b.*\(most recent call first\):$", re.MULTILINE)
+STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack)\b.*\(most recent call first\):$", re.MULTILINE)
 THREAD_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 END_LINE = STACKS_END.decode()
 MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
 MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
-CUT_STACK = "  (the rest of this stack is missing)"
-MISSING_STACK = "  (its stack is missing)"
-MISSING_THREADS = f"{OTHER_THREADS_HEAD}\n  (not all of their stacks have come)"
-CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
 SCRIPT_FILE = "/mpwatch/script.py"  # runs the user's script
 DUMP_HANDLER_FRAME = re.compile(r'/mpwatch/worker/stack_dumps\.py", line \d+ in __call__$')
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
-NATIVE_FRAME = re.compile(r'  Binary file "([^"]*)"')
 
 
 class StackDumpParser:
@@ -54,7 +49,7 @@ class StackDumpParser:
 
     def mark_ready(self, main_thread: int) -> None:
         self.main_thread = main_thread
-        self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
+        self.startup_output = bytes(self._data)
         self._data.clear()
 
     def start_dump(self) -> None:
@@ -63,14 +58,9 @@ class StackDumpParser:
 
     def end_dump(self) -> None:
         """Delete the requested stacks, but not the stack of a crash."""
-        crash = self._data.find(CRASH_HEAD.encode())
-        del self._data[: crash if crash >= 0 else len(self._data)]
-        self._dump_start = None
-
-    def discard_dump(self) -> None:
-        """Delete the stacks of an earlier call, but nothing that the interpreter has printed at its start."""
-        if self.main_thread:
-            self._data.clear()
+        if self._dump_start is not None:
+            crash = self._data.find(CRASH_HEAD.encode())
+            del self._data[: crash if crash >= 0 else len(self._data)]
             self._dump_start = None
 
     def is_dump_pending(self) -> bool:
@@ -81,7 +71,6 @@ class StackDumpParser:
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
-        """Return whether the requested stacks have come, from Python or from faulthandler."""
         if self._dump_start is None:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
@@ -90,36 +79,18 @@ class StackDumpParser:
 
     @property
     def dump(self) -> str:
-        """The requested stacks, that of the main thread first. Lines in parentheses say what is missing."""
+        """The requested stacks, that of the main thread first. Without that, it is empty."""
         python_stack, native_stack, others = self._split_dump()
         head = f"Current thread 0x{self.main_thread:016x}"
         main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
-        if main_stack and not _is_whole(main_stack):
-            main_stack = main_stack.rstrip("\n") + f"\n{CUT_STACK}"
-        if others and not main_stack:
-            main_stack = f"{head} (most recent call first):\n{MISSING_STACK}"
-        if (python_stack or others) and self._data.find(STACKS_END, self._dump_start) < 0:
-            others.append(MISSING_THREADS)
-        return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others] if stack)
+        return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others]) if main_stack else ""
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, maybe of a forked child, without mpwatch's frames and the native frames before the
-        crash.
-        """
+        """The stack of the last crash, maybe of a forked child, without mpwatch's frames and without native frames."""
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
-        if start < 0:
-            return ""
-        python_stack, head, native_stack = text[start:].partition(NATIVE_HEAD)
-        native_frames = _find_crashed_native_frames(native_stack)
-        blocks = [_cut_at_rank_main(python_stack).rstrip("\n"), "\n".join([head.rstrip("\n"), *native_frames])]
-        return "\n\n".join(blocks if native_frames else blocks[:1])
-
-    @property
-    def unforwarded_output(self) -> bytes:
-        """What the interpreter printed at its start, and the watcher has not sent to the rank for its stderr yet."""
-        return self.startup_output if self.main_thread else bytes(self._data)
+        return _cut_at_rank_main(text[start:].partition(NATIVE_HEAD)[0]).rstrip("\n") if start >= 0 else ""
 
     @property
     def failed_startup_output(self) -> str:
@@ -127,11 +98,7 @@ class StackDumpParser:
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Return the stack of the main thread by Python, that by faulthandler, and the stacks of the other threads.
-
-        If faulthandler's came first and is whole, leave out Python's, which show a later moment: Python writes none while
-        the main thread executes C code.
-        """
+        """Return the stack of the main thread by Python, that by faulthandler, and the stacks of the other threads."""
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
         python_stack, native_stack = "", ""
@@ -139,14 +106,10 @@ class StackDumpParser:
         for start, end in pairwise([*starts, len(text)]):
             stack = text[start:end].partition(END_LINE)[0]
             thread = THREAD_HEAD.match(stack)
-            if stack.startswith(OTHER_THREADS_HEAD):
-                others.append(stack)
-            elif thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
+            if thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
                 continue  # the kernel has given the signal to this thread
-            elif thread is None:
+            if thread is None:
                 native_stack = native_stack or stack
-                if not python_stack and _is_whole(native_stack):
-                    break
             elif int(thread[1], 16) != self.main_thread:
                 others.append(stack)
             else:
@@ -160,16 +123,6 @@ class StackDumpParser:
 def _reaches_outermost_frame(stack: str) -> bool:
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
-
-
-def _is_whole(stack: str) -> bool:
-    """Return whether the last line is a whole frame: not half a line, nor faulthandler's "<invalid frame>".
-
-    Any frame, since the stack of a greenlet does not end with OUTERMOST_FRAME.
-    """
-    last_line = stack.rstrip("\n").rpartition("\n")[2]
-    ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None
-    return ends_with_frame or _reaches_outermost_frame(stack)
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
@@ -206,18 +159,9 @@ def _cut_at_rank_main(block: str) -> str:
 
 
 def _cut_dump_handler(block: str) -> str:
-    """Remove the innermost frames, of the handler of PYTHON_DUMP_SIGNAL."""
     lines = block.splitlines()
     handler = max((number for number, line in enumerate(lines) if DUMP_HANDLER_FRAME.search(line)), default=0)
     return "\n".join([*lines[:1], *lines[handler + 1 :]])
-
-
-def _find_crashed_native_frames(native_stack: str) -> list[str]:
-    """The stack begins with the signal handler: several frames in the interpreter, and then one in libc."""
-    frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
-    interpreter = frames[0][0] if frames else ""
-    below_handler = list(dropwhile(lambda frame: frame[0] == interpreter, frames))[1:]
-    return [line for _, line in takewhile(lambda frame: frame[0] != interpreter, below_handler)]
 
 
 def _read_source_line(file: str, line: int, started_at: float) -> str:

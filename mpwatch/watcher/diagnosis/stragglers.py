@@ -56,7 +56,6 @@ def find_ranks_outside_collectives(running: Mapping[int, RankObservations]) -> s
 
 
 def is_in_collective(observed: RankObservations) -> bool:
-    """Return whether the main thread is in a function of torch.distributed."""
     return bool(_get_collective(observed))
 
 

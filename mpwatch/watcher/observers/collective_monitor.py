@@ -5,8 +5,8 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> EndCall
 
-A mismatch must be found twice in a row, since some collectives succeed even with different data types. A wait that is not
-found for once, and all waits after a suspension of the program or its limits, begin anew.
+A mismatch must be found twice in a row, since some collectives succeed even with different data types. All waits begin anew
+after a suspension of the program or its limits.
 
 On several nodes, only mismatches among the ranks of this node are found here. The leader compares the ranks of all nodes.
 """
@@ -55,7 +55,6 @@ class CollectiveMonitor:
     # On several nodes, called when the stalled ranks of this node have changed: with the collectives of all ranks, or with
     # none if no rank is stalled, and with the ranks that have returned. None on one node.
     on_stall: StallCallback | None
-    may_call_again: bool  # whether the ranks stay for further calls
     now: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class CollectiveMonitor:
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
-        self._found_at: dict[Finding, float] = {}  # of the last check: when it was found first
+        self._waits_since = -math.inf  # no wait counts from an earlier time
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
@@ -101,7 +100,7 @@ class CollectiveMonitor:
             self._check()
 
     def restart_waits(self) -> None:
-        self._found_at.clear()
+        self._waits_since = self.now()
 
     def close(self) -> None:
         self._is_closed = True
@@ -134,7 +133,6 @@ class CollectiveMonitor:
         if self.on_stall is not None and self.is_checking():
             self._report_stall(self.on_stall, returned)
         verdicts = find_verdicts(self._answers, returned)
-        self._found_at = {verdict.finding: self._found_at.get(verdict.finding, self._asked_at) for verdict in verdicts}
         if not self.is_checking() or not verdicts:
             self._last_mismatch = None
         elif verdicts[0].kind is not VerdictKind.MISMATCH:
@@ -148,8 +146,7 @@ class CollectiveMonitor:
             self.call_at(self.now() + CONFIRM_SECONDS, self._check)
 
     def _get_wait(self, verdict: CollectiveVerdict) -> float:
-        """Return the seconds since the first check that has found it, and one period more if the ranks wait so long."""
-        return min(verdict.seconds, self._asked_at - self._found_at[verdict.finding] + self._period)
+        return min(verdict.seconds, self._asked_at - self._waits_since)
 
     def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
         assert self.stall_after is not None
@@ -172,16 +169,9 @@ class CollectiveMonitor:
     def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
         assert self.stall_after is not None
         stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self.stall_after]
-        final = next((stall for stall in stalls if self._is_final(stall)), None)
+        final = next((stall for stall in stalls if stall.have_returned), None)
         if final is not None:
             self._finish(final)
             return
         for stall in select_new_stalls(stalls, self._warned):
             self.deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
-
-    def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return whether ranks have returned without the call, and cannot make it later.
-
-        In a WorkerGroup they can do so in the next call, which cannot begin while a main thread waits in the collective.
-        """
-        return stall.have_returned and (stall.is_blocking or not self.may_call_again)

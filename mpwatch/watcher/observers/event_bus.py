@@ -17,11 +17,11 @@ from mpwatch.options.spec import GroupSpec, Observer, describe_options
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
-from mpwatch.results.state_transitions import ENDS, check_transition
 from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
+ENDS = (WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.STOPPED)
 MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps only the latest events
 
 
@@ -97,9 +97,8 @@ class EventBus:
             self.outbox.run_all()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state, and publish StateChanged if it is new. Raises ValueError if TRANSITIONS does not allow it."""
+        """Set the state, and publish StateChanged if it is new."""
         if after is not self.state and not self._has_ended:
-            check_transition(self.state, after)
             before, self.state = self.state, after  # first: after an exception here, no second final state can follow
             self.publish(StateChanged, self.ranks, attempt=_latest_attempt(workers), before=before, after=after)
 
@@ -109,10 +108,6 @@ class EventBus:
     def _deliver(self, event: Event) -> None:
         if self._keep_events and not isinstance(event, Progressed):
             self.events.append(event)
-        self._notify(event)
-
-    def _notify(self, event: Event) -> None:
-        interrupt: BaseException | None = None
         observers: list[Any] = self._progress_observers if isinstance(event, Progressed) else self._observers
         for observer in tuple(observers):
             try:
@@ -121,13 +116,6 @@ class EventBus:
                 observers[:] = [other for other in observers if other is not observer]
                 text = "the observer %r failed at the event %r; it receives no more events"
                 log_now(logging.ERROR, text, observer, event.name, error=error)
-            except BaseException as error:  # noqa: BLE001  the other observers receive the event first
-                interrupt = error
-        try:
-            if interrupt is not None:
-                raise interrupt
-        finally:
-            del interrupt  # its traceback has this frame
 
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:

@@ -1,57 +1,49 @@
-"""Before a rank starts, open the pipes or files that become its stdout and stderr."""
+"""Before a rank starts, open the pipes that become its stdout and stderr."""
 
 import os
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, format_prefix
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import grow_pipe, open_regular_file
-from mpwatch.watcher.output.multiplexer import RankStream
+from mpwatch.watcher.output.rank_stream import RankStream
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.resource_errors import with_remedy
 
 PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread handles another rank
 
 
+@dataclass(eq=False)
 class StdioFds:
     """The descriptors that become stdout and stderr of one rank. None: it inherits the caller's."""
 
-    def __init__(self) -> None:
-        self.stdout: int | None = None
-        self.stderr: int | None = None
-        self.stderr_tail = StderrTail()
-        self.pipes: list[OutputPipe] = []
+    stdout: int | None = None
+    stderr: int | None = None
+    stderr_tail: StderrTail = field(default_factory=StderrTail)
+    pipes: list["OutputPipe"] = field(default_factory=list)
 
     @property
     def is_captured(self) -> bool:
-        """Whether stdout or stderr goes to a pipe, a file or /dev/null."""
+        """Whether stdout or stderr goes to a pipe or /dev/null."""
         return (self.stdout, self.stderr) != (None, None)
 
-    def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """Until the rank is ready, its interpreter writes to the stack pipe instead of stderr (stack_dumps.py)."""
-        if startup_output and self.stderr_tail.direct_file:
-            # If the disk is full, the failure's report still has this output.
-            with suppress(OSError), open(self.stderr_tail.direct_file, "ab", opener=open_regular_file) as file:
-                file.write(startup_output)
 
-
+@dataclass(eq=False)
 class OutputPipe:
     """The watcher's end of the pipe of one stream, and its log file. Only the output thread uses it.
 
     `rank_stream` is None if the stream is not shown, and `stderr_tail` is None for stdout.
     """
 
-    def __init__(
-        self, fd: int, file_fd: int | None, path: str, rank_stream: RankStream | None, stderr_tail: StderrTail | None
-    ) -> None:
-        self.fd = fd
-        self.file_fd = file_fd
-        self.path = path
-        self.rank_stream = rank_stream
-        self.stderr_tail = stderr_tail
-        self.is_polled = False  # False before it is registered, and after its end was read
+    fd: int
+    file_fd: int | None
+    path: str
+    rank_stream: RankStream | None
+    stderr_tail: StderrTail | None
+    is_polled: bool = False  # False before it is registered, and after its end was read
 
     def read(self, size: int) -> bytes | None:
         """Return bytes from the pipe, None if no bytes have come yet, or b"" if all writers have closed the pipe."""
@@ -71,9 +63,12 @@ class OutputPipe:
 
 
 class StdioOpener:
-    def __init__(self, spec: LogSpec, host: str) -> None:
+    """`has_lines`: whether output is shown in lines with prefixes."""
+
+    def __init__(self, spec: LogSpec, host: str, *, has_lines: bool) -> None:
         self._spec = spec
         self._host = host
+        self._has_lines = has_lines
 
     def open(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
         """Raises LaunchError and OSError. `child_ends` receives the callbacks that close the child's ends here."""
@@ -89,13 +84,9 @@ class StdioOpener:
             return None
         if route is StreamRoute.DISCARD:
             return _close_with(child_ends, os.open(os.devnull, os.O_WRONLY))
-        file_fd = self._open_file(stream, worker, stdio.stderr_tail) if self._spec.writes(stream, worker.rank) else None
-        if file_fd is not None:
-            _close_with(child_ends if route is StreamRoute.FILE else own_ends, file_fd)
-        if route is StreamRoute.FILE:
-            if stream == "stderr":
-                stdio.stderr_tail.direct_file = stdio.stderr_tail.log_files[stream]
-            return file_fd
+        file_fd = None
+        if self._spec.writes(stream, worker.rank):
+            file_fd = _close_with(own_ends, self._open_file(stream, worker, stdio.stderr_tail))
         read_fd, write_fd = os.pipe()
         _close_with(own_ends, read_fd)
         _close_with(child_ends, write_fd)
@@ -109,9 +100,11 @@ class StdioOpener:
 
     def _make_rank_stream(self, stream: str, worker: Worker) -> RankStream:
         template = AUTO_PREFIX if self._spec.prefix is None else self._spec.prefix
-        return RankStream(
-            worker.rank, stream, lambda: format_prefix(template, worker, self._host).encode(errors="backslashreplace")
-        )
+
+        def make_prefix() -> bytes:
+            return format_prefix(template, worker, self._host).encode(errors="backslashreplace")
+
+        return RankStream(worker.rank, stream, make_prefix if self._has_lines else None)
 
     def _open_file(self, stream: str, worker: Worker, stderr_tail: StderrTail) -> int:
         folder = Path(self._spec.folder_of_run(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)

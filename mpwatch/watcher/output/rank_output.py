@@ -2,126 +2,309 @@
 
     rank's process           output thread of the watcher's process                           where it arrives
     --------------           --------------------------------------                           ----------------
-    stdout --- pipe ---.     output_thread.py  reads each pipe ------- bytes as they are ---> log file
+    stdout --- pipe ---.     rank_output.py  reads each pipe --------- bytes as they are ---> log file
     stderr --- pipe ---+---------> |                '---- stderr only: stderr_tail.py ------> report of a failure
                pipes.py            v
-                             multiplexer.py    one rank: bytes as they are; several ranks: lines with prefixes
+                             rank_stream.py    one rank: bytes as they are; several ranks: lines with prefixes
                                    |           (line_assembler.py makes one line of all updates of a progress bar)
                                    v
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-If the watcher does not read a stream, the rank writes the stream directly to a log file, to the caller's descriptor or to
-/dev/null (StreamRoute in log_spec.py).
-
-Owners:
-    RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
-    OutputThread                              the watcher's ends of the pipes, log files it writes, multiplexer, sinks
-    Rank                                      the StdioFds of its rank, with the StderrTail
+A stream that is neither shown nor written to a file goes to /dev/null, or to the caller's descriptor (StreamRoute).
 
 Guarantees:
     - No line is lost, as long as the caller's streams accept everything that is written to them.
     - A slow reader of the caller's stdout or stderr delays the output thread, and then the ranks. A slow reader never delays
-      the watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
+      the watcher thread. The caller's thread waits for the reader only in `drain_all` and `close`. If the reader does not
+      read, `close` leaves the thread, which ends when the reader goes on or the program ends.
     - When `drain_all` has returned True, all output that a rank wrote before it answered the call or died has arrived in the
       log files and the caller's streams.
     - No thread waits for end-of-file on a pipe, because a child process of a rank can keep the pipe open.
     - The use of memory is bounded, because bytes are written before more bytes are read.
 """
 
+import math
 import os
 import platform
 import sys
-from contextlib import ExitStack, suppress
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
+from multiprocessing.connection import wait
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from mpwatch.options.log_spec import STREAMS, LogSpec, StreamRoute, in_notebook
+from mpwatch.errors import LaunchError
+from mpwatch.options.log_spec import STREAMS, LogSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
+from mpwatch.os_support.descriptors import write_all
+from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.output.multiplexer import OutputMultiplexer
-from mpwatch.watcher.output.output_thread import OutputThread
-from mpwatch.watcher.output.pipes import StdioFds, StdioOpener
-from mpwatch.watcher.output.sinks import open_sink
+from mpwatch.watcher.output.pipes import OutputPipe, StdioFds, StdioOpener
+from mpwatch.watcher.output.sinks import Sink, open_sink
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.wire.resource_errors import with_remedy
+
+READ_SIZE = 44 << 10  # bytes: all that is made of them stays in the caches, needs no new pages, and fits into a pipe at once
+BATCH_SECONDS = 0.005
+DRAIN_LIMIT = 1 << 20  # bytes read when a stream is drained: no pipe holds more, unless root has raised the limit
+LAST_DRAIN_SECONDS = 1.0  # how long a slow reader delays the end of a call that need not wait for it
+STALLED_SECONDS = 0.1  # the same, if it has been waited for already
 
 
 class RankOutput:
-    """The output of all ranks of one watcher thread.
+    """The output of all ranks of one watcher thread, and the output thread, if any stream goes over a pipe.
 
     The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`, and the caller's thread the others; but the
-    watcher thread also calls `close`, if Python deletes a WorkerGroup that was not closed. In a job of several nodes,
-    `nprocs` is not known at first.
+    watcher thread also calls `close`, if Python deletes a WorkerGroup that was not closed. Everything below "jobs" runs in
+    the output thread, so it needs no locks. In a job of several nodes, `nprocs` is not known at first.
     """
 
     def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
-        self._spec = spec
-        self._stdio_opener = StdioOpener(spec, platform.node())
-        ranks = spec.representative_ranks() if nprocs is None else range(nprocs)
-        self._shown_ranks = spec.count_shown_ranks(ranks)
-        routes = {spec.route_of(stream, rank) for stream in STREAMS for rank in ranks}
-        self._output_thread = OutputThread(deferred_log) if StreamRoute.PIPE in routes else None
-
-    @property
-    def is_read(self) -> bool:
-        return self._output_thread is not None
+        self._spec, self._deferred_log = spec, deferred_log
+        self._shown_ranks = spec.count_shown_ranks(spec.representative_ranks() if nprocs is None else range(nprocs))
+        has_lines = bool(spec.prefix) or self._shown_ranks > 1
+        self._stdio_opener = StdioOpener(spec, platform.node(), has_lines=has_lines)
+        with ExitStack() as stack:
+            self._job_wakeup = stack.enter_context(closing(WakeupPipe()))
+            try:
+                self._selector = stack.enter_context(DefaultSelector())
+            except OSError as error:
+                raise LaunchError(with_remedy("the output of the ranks cannot be read", error)) from error
+            self._resources = stack.pop_all()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._pipes: dict[int, OutputPipe] = {}  # by descriptor
+        self._sinks: dict[str, Sink] = {}  # by the caller's stream, without those that nothing more is written to
+        self._coloured: Collection[str] = ()  # the caller's streams in which prefixes have colours
+        self._thread: threading.Thread | None = None
+        self._is_held = False  # only jobs run, such as `_drain_all`
+        self._is_over = False  # the thread reads and writes nothing more
+        self.is_reader_stalled = False  # the last wait for the reader of the caller's streams reached its time limit
 
     def use_current_streams(self) -> None:
         """At the begin of a call, choose the present sys.stdout and sys.stderr, which in a notebook belong to the cell."""
-        thread = self._output_thread
-        if thread is None or thread.is_over or not self._shown_ranks:
+        if self._is_over or not self._shown_ranks:
             return
-        has_several_ranks = self._shown_ranks > 1
-        is_line_mode = self._spec.prefix or (has_several_ranks and (self._spec.prefix is not None or not in_notebook()))
         targets = {stream: getattr(self._spec, stream) or getattr(sys, stream) for stream in STREAMS}
         coloured = {stream for stream, target in targets.items() if _shows_colours(target)}
-        multiplexer = OutputMultiplexer(
-            is_line_mode=bool(is_line_mode), has_several_ranks=has_several_ranks, coloured=coloured
-        )
-        stop_fd = thread.stop_waiting_for_reader.fileno()
-        sinks = {stream: open_sink(target, stop_fd) for stream, target in targets.items()}
-        thread.post(partial(thread.start_call, multiplexer, sinks))
+        sinks = {stream: sink for stream, target in targets.items() if (sink := open_sink(target)) is not None}
+        self._post(partial(self._start_call, sinks, coloured))
 
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
         """Raises LaunchError and OSError, and RuntimeError if the output thread cannot be started. See StdioOpener."""
         stdio = self._stdio_opener.open(worker, child_ends)
-        if self._output_thread is not None:
-            self._output_thread.post(partial(self._output_thread.add_pipes, stdio.pipes))
-            self._output_thread.start()
+        if stdio.pipes:
+            self._post(partial(self._add_pipes, stdio.pipes))
+            self._start()
         return stdio
 
-    def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
-        """See OutputThread.end_pipes."""
-        stdio.append_to_stderr_file(startup_output)
-        if self._output_thread is not None:
-            self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
+    def _start(self) -> None:
+        if self._is_over:
+            raise RuntimeError("the thread that reads the output of the ranks has ended")
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="mpwatch-output", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def _post(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
+        self._job_wakeup.wake()
+
+    def end_rank(self, stdio: StdioFds) -> None:
+        """Drain and close the pipes of a rank when its process group has ended."""
+        self._post(partial(self._end_pipes, stdio.pipes))
 
     def hold(self, *, is_held: bool) -> None:
-        """While a debugger's prompt is open. A rank that prints into a full pipe waits meanwhile. See OutputThread.hold."""
-        if self._output_thread is not None and not self._output_thread.is_over:
-            self._output_thread.post(partial(self._output_thread.hold, is_held))
+        """While a debugger's prompt is open, output waits until `drain_all`, and so does a rank whose pipe is full."""
+        self._post(partial(setattr, self, "_is_held", is_held))
 
-    def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """See OutputThread.drain_all."""
-        thread = self._output_thread
-        return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
-
-    def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks that have ended."""
-        return self._output_thread is None or self._output_thread.drain_ended_ranks(timeout)
-
-    @property
-    def is_reader_stalled(self) -> bool:
-        """Whether the latest wait, in `drain_all` or in `drain_ended_ranks`, ended because `timeout` seconds had passed."""
-        return self._output_thread is not None and self._output_thread.is_reader_stalled
+    def drain_all(self, timeout: float | None) -> bool:
+        """Wait until all that the ranks have written is in the log files and the caller's streams. Return False after
+        `timeout`.
+        """
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._post(partial(self._drain_and_notify, done))
+        self.is_reader_stalled = not (self._is_over or done.wait(timeout))
+        return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """See OutputThread.stop_when_drained."""
-        if self._output_thread is not None:
-            self._output_thread.stop_when_drained()
+        """After the end of the last rank: write what is left, and end the thread. Returns at once."""
+        self._post(self._drain_and_stop)
 
     def close(self) -> None:
-        if self._output_thread is not None:
-            self._output_thread.close()
+        """Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams."""
+        if self._thread is not None:
+            self.stop_when_drained()
+            self._thread.join(STALLED_SECONDS if self.is_reader_stalled else LAST_DRAIN_SECONDS)
+            if self._thread.is_alive():
+                return
+            if self._thread.native_id is not None:
+                wait_for_thread_exit(self._thread.native_id)
+        self._release()  # run the jobs that were posted after the thread had ended
+
+    # --- jobs
+
+    def _start_call(self, sinks: dict[str, Sink], coloured: Collection[str]) -> None:
+        """End the lines of earlier calls. Use these sinks for the output of a new call."""
+        for pipe in self._pipes.values():
+            if pipe.rank_stream is not None:
+                self._show(pipe, pipe.rank_stream.end_line())
+        self._close_sinks()
+        self._sinks, self._coloured = sinks, coloured
+
+    def _add_pipes(self, pipes: Sequence[OutputPipe]) -> None:
+        for pipe in pipes:
+            self._pipes[pipe.fd] = pipe
+            if not self._is_over:
+                self._selector.register(pipe.fd, EVENT_READ, pipe)
+                pipe.is_polled = True
+
+    def _end_pipes(self, pipes: Sequence[OutputPipe]) -> None:
+        for pipe in pipes:
+            if self._pipes.get(pipe.fd) is not pipe:  # after an error of this thread
+                continue
+            self._drain(pipe)
+            if pipe.rank_stream is not None:
+                self._show(pipe, pipe.rank_stream.end_line())
+            self._stop_polling(pipe)
+            del self._pipes[pipe.fd]
+            pipe.close()
+
+    def _drain_and_notify(self, done: threading.Event) -> None:
+        try:
+            self._drain_all()
+        finally:
+            done.set()
+
+    def _drain_all(self) -> None:
+        for pipe in list(self._pipes.values()):
+            self._drain(pipe)
+            if pipe.rank_stream is not None:
+                self._show(pipe, pipe.rank_stream.take_update())
+        for stream, sink in list(self._sinks.items()):
+            self._call_sink(stream, sink.flush)
+
+    def _drain_and_stop(self) -> None:
+        self._drain_all()
+        self._is_over = True
+
+    # --- the loop
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._job_wakeup, EVENT_READ)
+            while not self._is_over:
+                self._run_once()
+        except BaseException as error:  # noqa: BLE001  a bug in this thread: ranks get EPIPE and do not block
+            self._deferred_log.warning("the output of the ranks is lost from here on, by a bug in mpwatch: %r", error)
+        finally:
+            self._release()
+
+    def _run_once(self) -> None:
+        if self._is_held:
+            self._wait_for_jobs(None)
+            return
+        streams = [pipe.rank_stream for pipe in self._pipes.values() if pipe.rank_stream is not None]
+        due_at = min((rank_stream.due_at for rank_stream in streams), default=math.inf)
+        timeout = None if due_at == math.inf else max(0.0, due_at - monotonic())
+        sizes = [0]
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._job_wakeup:
+                self._job_wakeup.drain()
+            elif (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it meanwhile
+                sizes.append(self._read(pipe))
+            self._run_jobs()
+        for pipe in self._pipes.values():
+            if pipe.rank_stream is not None and pipe.rank_stream.due_at <= monotonic():
+                self._show(pipe, pipe.rank_stream.take_update())
+        if 0 < max(sizes) < READ_SIZE:
+            # Wait for more output: else each printed line would wake this thread, which costs a rank more than printing.
+            self._wait_for_jobs(BATCH_SECONDS)
+
+    def _wait_for_jobs(self, seconds: float | None) -> None:
+        if wait([self._job_wakeup.fileno()], seconds):
+            self._job_wakeup.drain()
+            self._run_jobs()
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
+
+    def _drain(self, pipe: OutputPipe) -> None:
+        """Read at most about DRAIN_LIMIT bytes, because a child of the rank may never stop writing."""
+        for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
+            if not self._read(pipe):
+                break
+
+    def _read(self, pipe: OutputPipe) -> int:
+        """Read once from the pipe. Pass the bytes on. Return how many bytes were read."""
+        data = pipe.read(READ_SIZE) if pipe.is_polled else None
+        if data:
+            self._distribute(pipe, data)
+        elif data is not None:
+            self._stop_polling(pipe)
+        return len(data or b"")
+
+    def _distribute(self, pipe: OutputPipe, data: bytes) -> None:
+        if pipe.stderr_tail is not None:
+            pipe.stderr_tail.feed(data)
+        if pipe.file_fd is not None:
+            self._write_to_file(pipe, pipe.file_fd, data)
+        if pipe.rank_stream is not None:
+            self._show(pipe, pipe.rank_stream.feed(data, monotonic()))
+
+    def _stop_polling(self, pipe: OutputPipe) -> None:
+        """All writers have closed the pipe. The log file stays open until `_end_pipes`."""
+        if pipe.is_polled:
+            pipe.is_polled = False
+            self._selector.unregister(pipe.fd)
+
+    def _write_to_file(self, pipe: OutputPipe, file_fd: int, data: bytes) -> None:
+        try:
+            write_all(file_fd, data)
+        except OSError as error:
+            pipe.close_file()
+            self._deferred_log.warning("the log file %s is incomplete: %s", pipe.path, error)
+
+    def _show(self, pipe: OutputPipe, data: bytes) -> None:
+        rank_stream = pipe.rank_stream
+        if rank_stream is not None and data and (sink := self._sinks.get(rank_stream.stream)) is not None:
+            text = rank_stream.add_prefix(data, is_coloured=rank_stream.stream in self._coloured)
+            self._call_sink(rank_stream.stream, partial(sink.write, text))
+
+    def _call_sink(self, stream: str, call: Callable[[], None]) -> None:
+        """If the sink raises an exception, log a warning and write nothing more to it."""
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001
+            self._sinks.pop(stream).close()
+            text = "the output of the ranks can no longer be written to %s: its rest is dropped (%s: %s)"
+            self._deferred_log.warning(text, stream, type(error).__name__, error)
+
+    # --- the end
+
+    def _release(self) -> None:
+        self._is_over = True
+        with ExitStack() as stack:
+            stack.callback(self._close_all)
+            self._run_jobs()
+
+    def _close_all(self) -> None:
+        while self._pipes:
+            self._pipes.popitem()[1].close()
+        self._close_sinks()
+        self._resources.close()
+
+    def _close_sinks(self) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.close()
 
 
 def _shows_colours(stream: Any) -> bool:

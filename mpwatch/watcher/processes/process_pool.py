@@ -192,7 +192,7 @@ class ProcessPool:
         del self.alive[rank.number]
         rank.is_reaped = True
         rank.close()
-        self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
+        self._output.end_rank(rank.stdio)
 
     def abandon(self, rank: Rank) -> None:
         """Log a warning about a rank that cannot be killed, close the connections to it, and never wait for it again."""

@@ -102,7 +102,7 @@ class Rank:
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=self.is_ready
         )
-        self.stack_parser.discard_dump()
+        self.stack_parser.end_dump()
         self.awaits_dump = False
         return self.observations
 
@@ -209,7 +209,6 @@ class Rank:
             return False
         self.read_stack_pipe()
         self.stack_parser.start_dump()
-        self.observations.was_asked_for_stacks = True
         self.process.send_signal(signum)
         return True
 

@@ -24,7 +24,7 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Interrupted, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
@@ -112,7 +112,7 @@ class RunController(Generic[T]):
         """A group has ended: restart it, or stop the others, or let them go on. Return the next call of the group."""
         has_failed = evidence.stop_reason is StopReason.FAILED
         if has_failed and evidence.signum is None and self._spec.has_decisions:
-            self._watcher.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
+            self._watcher.output.drain_all(LAST_DRAIN_SECONDS)
             result = self._record_attempt(evidence)
             decision = self._decide(evidence, result)
             if decision is not None:

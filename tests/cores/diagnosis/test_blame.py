@@ -221,7 +221,6 @@ EXCEPTION, SIGNAL = FailureKind.EXCEPTION, FailureKind.SIGNAL
         (died(-11), SIGNAL, 139, "rank 0 was killed by SIGSEGV (an invalid memory access"),
         (died(-40), SIGNAL, 168, "rank 0 was killed by signal 40"),
         (died(-9, oom_proof="proof"), FailureKind.OOM, 137, "was killed by the kernel's out-of-memory killer (proof)"),
-        (died(-9, oom_hint="why"), SIGNAL, 137, "by SIGKILL (likely the out-of-memory killer: why)"),
         (died(1, was_ready=False), FailureKind.START, 1, "never started: its interpreter ended with exit code 1"),
         (raised(ValueError("x" * 600)), EXCEPTION, 1, "rank 0 failed first: ValueError: " + "x" * 488 + " …"),
         ({**raised(ValueError("x")), "details": b"garbage"}, EXCEPTION, 1, "rank 0 failed first: ValueError: x"),

@@ -33,7 +33,6 @@ class Simulation:
             call_at=self.call_at,
             end_call=lambda _: self.ended_at.append(self.now),
             on_stall=None,
-            may_call_again=False,
             now=lambda: self.now,
         )
         self.monitor.start()

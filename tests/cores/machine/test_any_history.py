@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cores.diagnosis.evidence import LOST_PEER, observe
+from cores.machine.state_transitions import TRANSITIONS
 from mpwatch import WorkerState
-from mpwatch.results.state_transitions import check_transition
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine import transitions as m
@@ -104,7 +104,7 @@ class History(RuleBasedStateMachine):
                 self.send(m.HeartbeatsRead({rank: self.heartbeats[rank] for rank in action.ranks}))
         before, self.state = self.state, self.machine.state
         if self.state is not before:
-            check_transition(before, self.state)
+            assert self.state in TRANSITIONS[before]
 
     def ranks_in(self, *phases):
         return [rank for rank, phase in self.machine.phase_table.phases.items() if phase in phases]

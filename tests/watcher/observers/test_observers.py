@@ -166,7 +166,7 @@ PLACES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in
 
 @pytest.mark.parametrize("n", PLACES)
 def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_run(n):
-    """All other observers receive all events, also the one during which it came."""
+    """The other observers receive all other events."""
     seen, more = [], []
 
     def interrupts(event):
@@ -180,8 +180,7 @@ def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_run(n):
     if n < LAST - 1:
         reason = f"KeyboardInterrupt: at event {n}"
         assert (more[-1].name, more[-1].state, more[-1].reason) == ("run_ended", WorkerState.STOPPED, reason)
-    assert more == seen
-    assert names_of(more).count("run_ended") == 1
+    assert more == [*seen[:n], *seen[n + 1 :]]
 
 
 # --- what a result keeps, and what is written

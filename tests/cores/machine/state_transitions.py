@@ -1,15 +1,10 @@
-"""The legal transitions of the state of a run, which describes all its ranks together. Pure.
+"""The legal transitions of the state of a run, from which the diagram of states in ARCHITECTURE.md is made."""
 
-The diagram of states in ARCHITECTURE.md is made from the table TRANSITIONS.
-"""
-
-from collections.abc import Mapping
-
-from mpwatch.results.model import WorkerState
+from mpwatch import WorkerState
 
 _S = WorkerState
 ENDS = (_S.SUCCEEDED, _S.FAILED, _S.STOPPED)
-TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
+TRANSITIONS = {
     _S.UNKNOWN: {
         _S.INIT: "there is a process for each rank",
         _S.UNHEALTHY: "all are stopped as soon as they start",
@@ -42,13 +37,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 }
 
 
-def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if the transition is not in TRANSITIONS, which is a bug in mpwatch."""
-    if after not in TRANSITIONS[before]:
-        raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
-
-
-def draw_diagram() -> str:
+def draw_diagram():
     """Return the table of transitions as a Mermaid state diagram, which GitHub can show."""
     changes = [(before, after, why) for before, afters in TRANSITIONS.items() for after, why in afters.items()]
     arrows = [f"    {before.name} --> {after.name}: {why}" for before, after, why in changes]
