@@ -9,39 +9,42 @@ refuses a call whose ranks are lost, and the thread of the call starts them and 
 
 import logging
 import math
+import signal
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from mpwatch.errors import LaunchError
+from mpwatch.errors import LaunchError, make_error
 from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call
+from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_signal
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.caller import Caller
-from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.pickling.call_payload import FunctionCall
+from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 
 OnStart = Callable[[Caller], object]  # see GroupRanks.call
 
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
+LOST_RANK = "it was lost while it had no call"
 CALL_ABORTED = "the last call was aborted"
 START_INTERRUPTED = "a signal interrupted the start of the ranks"
 CLOSED = "this WorkerGroup is closed; make another one"
@@ -145,7 +148,7 @@ class GroupRanks:
             if call.evidence is None:
                 caller.signals.deliver_received()
                 return None
-            result = caller.build_result(partial(self._diagnose, call))
+            result = caller.build_result(partial(self.diagnose, call))
             has_succeeded = call.evidence.stop_reason is StopReason.SUCCEEDED
         except BaseException:
             self._restart_reason = CALL_ABORTED
@@ -173,10 +176,52 @@ class GroupRanks:
         watcher = self._watcher
         return Stacks() if watcher is None else watcher.take_stacks()
 
-    def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that the log gives when a rank that was lost in a call is restarted. Only with scope="worker"."""
-        if rank in self._loss_reasons:
-            self._loss_reasons[rank] = reason
+    # ---- several calls of one thread, for `mpwatch.map`
+
+    def begin(self, payload: Payload, rank: int) -> Call:
+        """Call an idle rank, and do not wait. If the rank was lost, the call is refused."""
+        watcher = self._get_watcher()
+        call = Call(payload, [rank], started_at=monotonic(), suspended_before=watcher.loop.suspended_seconds)
+        watcher.post(watcher.loop.begin, call)
+        return call
+
+    def restart(self, rank: int, reason: str) -> None:
+        self._loss_reasons[rank] = reason
+        with open_standard_descriptors(), self._lock:
+            self._start_ranks(self._get_watcher(), [rank])
+
+    def follow(self, calls: Collection[Call], until: Callable[[], bool], deadline: float = math.inf) -> None:
+        """Wait as `Caller.wait` does. After a signal, wait until these calls are over, and deliver the signal."""
+        watcher = self._get_watcher()
+        caller = self._make_caller(watcher, ends_ranks=True)
+        caller.signals.close_stop_requests()
+
+        def wait() -> None:
+            caller.wait(until, deadline)
+            if caller.signals.received or caller.signals.error is not None:
+                caller.wait(lambda: all(call.has_ended() for call in calls))
+
+        try:
+            caller.execute(wait)
+        finally:
+            self._end(caller)
+        self._check_start()
+        if caller.signals.received or caller.signals.error is not None:
+            ended = [call for call in calls if call.evidence is not None]
+            reason = format_signal(caller.signals.received[0]) if caller.signals.received else ""
+            stopped = RunResult[Any](WorkerState.STOPPED, reason=reason)
+            result = caller.build_result(lambda: merge_results_of_calls([*map(self.diagnose, ended), stopped]))
+            caller.deliver_signals(result, [])
+            raise make_error(result)  # the program has handled the signal
+        caller.signals.deliver_received()
+
+    def interrupt(self, calls: Collection[Call]) -> None:
+        """Interrupt these calls, and wait until they are over."""
+        watcher = self._watcher
+        running = [call for call in calls if not call.has_ended()]
+        if watcher is not None and running:
+            watcher.post(watcher.loop.interrupt, Interrupted(signal.SIGINT, InterruptCause.STOP))
+            self.follow(calls, lambda: all(call.has_ended() for call in running))
 
     def shut_down_in_background(self) -> None:
         """End the ranks of a WorkerGroup that was not closed, but do not wait for their end."""
@@ -245,7 +290,7 @@ class GroupRanks:
         setups = []
         if self._spec.scope == "worker" and lost_ranks:
             for rank in lost_ranks:
-                reason = self._loss_reasons.pop(rank, "it was lost while it had no call")
+                reason = self._loss_reasons.pop(rank, LOST_RANK)
                 log_now(logging.WARNING, "rank %d is restarted: %s", rank, reason)
                 setups += watcher.prepare([rank], counts[rank] + 1)
             self._restart_count += len(lost_ranks)
@@ -289,7 +334,7 @@ class GroupRanks:
         elif not caller.watcher.loop.has_lost_ranks:  # a signal may reach the ranks after the call, and end them
             self._restart_reason = CALL_ABORTED if caller.signals.received else LOST_WHILE_IDLE
 
-    def _diagnose(self, call: Call) -> RunResult[Any]:
+    def diagnose(self, call: Call) -> RunResult[Any]:
         assert call.evidence is not None
         result = diagnose_attempt(call.evidence)
         if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call

@@ -52,6 +52,7 @@ class RankReader:
         self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
         self._call_at, self._on_stop_request = call_at, on_stop_request
         self._offer_debugger_socket, self._list_monitors = offer_debugger_socket, list_monitors
+        self._wake = wake
         self._death_clock = DeathClock()
         self._stack_requests = StackRequests(self._request_stacks_of_running_rank, self._format_stacks, call_at, wake)
         self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
@@ -94,6 +95,10 @@ class RankReader:
             return [m.Ready(number)]
         if message.kind is MessageKind.DEBUGGER:
             self._offer_debugger_socket(DebuggerSocket(number, message.fd, message.body.decode()))
+        elif message.kind is MessageKind.ITEM:
+            if rank.call is not None:
+                rank.call.values.append(message.body if message.file is None else message.file)
+                self._wake()
         elif message.kind is MessageKind.STOP_REQUESTED:
             if rank.call is not None:
                 self._on_stop_request(rank)

@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
 
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
 _first_excepthook = sys.excepthook  # before any call
+_channel: Channel | None = None  # of this rank
 
 
 def main(launch_info: LaunchInfo) -> None:
@@ -74,7 +75,8 @@ def main(launch_info: LaunchInfo) -> None:
     ready_body = stdio.move_stderr(launch_info.stderr_fd)
     if launch_info.is_captured:
         stdio.flush_at_newline()
-    channel = Channel(launch_info.channel_fd)
+    global _channel
+    channel = _channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
@@ -285,10 +287,7 @@ def _exit_forked_process(outcome: _Failure | Returned) -> None:
 def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
     error = None
     try:
-        if value.file is None:
-            is_sent = channel.send(MessageKind.RETURNED, value.body, returned_at)
-        else:
-            is_sent = channel.send_file(MessageKind.RETURNED, value.file, returned_at)
+        is_sent = _send_packed(channel, MessageKind.RETURNED, value, returned_at)
     except OSError as refused:
         is_sent, error = True, OSError(with_remedy("the return value could not be sent back", refused))
     finally:
@@ -297,6 +296,20 @@ def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
         _send_failure(channel, _Failure(MessageKind.RAISED, error, returned_at))
     elif not is_sent:
         _exit_without_channel()
+
+
+def send_item(value: object) -> None:
+    """Send the value of one item of `mpwatch.map`. Raises what `pickle_value` raises, and OSError."""
+    assert _channel is not None  # this is a rank
+    with closing(pickle_value(value)) as packed:
+        if not _send_packed(_channel, MessageKind.ITEM, packed, monotonic()):
+            _exit_without_channel()
+
+
+def _send_packed(channel: Channel, kind: MessageKind, value: Packed, stamp: float) -> bool:
+    if value.file is None:
+        return channel.send(kind, value.body, stamp)
+    return channel.send_file(kind, value.file, stamp)
 
 
 def _send_failure(channel: Channel, failure: _Failure) -> None:
