@@ -54,14 +54,14 @@ class RunHandle(Future[RunResult[T]]):
         super().__init__()
         program_end.prepare()
         self._run: Callable[[Ticket, OnStart], RunResult[T]] | None = execute  # None: it has begun, or was cancelled
-        self._queue = queue or RankQueue(0)
+        self._queue = queue or RankQueue()
+        self._ranks = ranks
         self._ticket = Ticket(ranks, self._start)
         self._check = check
         self._is_in_call = is_in_call
         self._lock = threading.RLock()  # a signal handler may cancel or end the call
         self._call: Caller | None = None  # from the start of the ranks until the run is over
         self._is_decided = False  # whether the call begins or is cancelled
-        self._is_ending = False
         self._first_interrupt: tuple[int, InterruptCause] | None = None  # it may come before `_call`
         self._stop_cause = ""  # of the first request to stop; empty: there was none
         self._started_at = 0.0
@@ -213,8 +213,8 @@ class RunHandle(Future[RunResult[T]]):
         """Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
-            call, is_ending = self._call, self._is_ending  # in this order
-            return call.ask_to_stop(cause) if call is not None else not is_ending
+            call = self._call
+            return not self.done() if call is None else call.ask_to_stop(cause)
 
     def _wait_for_end(self) -> None:
         """Wait for the result and for the end of the thread. A callback in the thread itself does not wait."""
@@ -272,12 +272,11 @@ class RunHandle(Future[RunResult[T]]):
     def _set_outcome(self, set_it: Callable[[], None]) -> None:
         self._queue.leave(self._ticket)  # first, since a callback of the future may call the group again
         if self._decide():
-            self._is_ending = True
             self._call = None
             set_it()
 
     def _select(self, by_rank: Mapping[int, V]) -> dict[int, V]:
-        ranks = self._ticket.ranks or by_rank
+        ranks = self._ranks or by_rank
         return {rank: value for rank, value in by_rank.items() if rank in ranks}
 
     def _get_result(self) -> RunResult[T] | None:

@@ -45,8 +45,6 @@ OnStart = Callable[[Caller], object]  # see GroupRanks.call
 
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
 LOST_RANK = "it was lost while it had no call"
-CALL_ABORTED = "the last call was aborted"
-START_INTERRUPTED = "a signal interrupted the start of the ranks"
 CLOSED = "this WorkerGroup is closed; make another one"
 ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
 
@@ -64,8 +62,7 @@ class GroupRanks:
         self._watcher: Watcher | None = None  # None before the start and after the end; replaced if it has failed itself
         self._starts = 0  # how often ranks were started in this watcher
         self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
-        self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart all ranks
-        self._loss_reasons: dict[int, str] = {}  # the same with scope="worker", for ranks that were lost in a call
+        self._loss_reasons: dict[int, str] = {}  # for the log, if ranks that were lost in a call are restarted
         self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
         self._joined: tuple[Watcher, int, int] | None = None  # whose ranks have made which process group
         self._start_refusal = ""  # why no ranks may be started any more; empty: they may be started
@@ -97,7 +94,6 @@ class GroupRanks:
             self._execute(caller, lambda: caller.wait(has_started), math.inf)
         if caller.signals.received:
             self._end_ranks()
-            self._restart_reason = START_INTERRUPTED  # the group stays if the handler of the signal raises no exception
         caller.signals.deliver_received()
 
     @property
@@ -151,7 +147,8 @@ class GroupRanks:
             result = caller.build_result(partial(self.diagnose, call))
             has_succeeded = call.evidence.stop_reason is StopReason.SUCCEEDED
         except BaseException:
-            self._restart_reason = CALL_ABORTED
+            if call is not None:
+                self._note_loss(call, "it was aborted")
             raise
         finally:
             payload.close()
@@ -160,7 +157,7 @@ class GroupRanks:
                     self._joined = (watcher, self._starts, version)
                 elif ranks is None and call is not None and call.is_posted:
                     self._process_group_version = version + 1
-        self._note_reasons(call, result, caller, has_succeeded=has_succeeded)
+        self._note_loss(call, "a rank ended after it had returned" if has_succeeded else result.verdict)
         caller.deliver_signals(result, [call.evidence])
         if result.state is not WorkerState.SUCCEEDED and call.ended_ranks and not self._start_refusal:
             ended = call.ended_ranks if self._spec.scope == "worker" else tuple(worker.rank for worker in self.workers)
@@ -296,10 +293,10 @@ class GroupRanks:
             self._restart_count += len(lost_ranks)
         else:
             if not is_first:
-                log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
+                reasons = [f"not all of them survived the last call: {reason}" for reason in self._loss_reasons.values()]
+                log_now(logging.WARNING, "all ranks are restarted: %s", reasons[0] if reasons else LOST_WHILE_IDLE)
             setups = watcher.prepare(range(int(self._spec.nprocs)), max(counts.values(), default=-1) + 1)
             self._restart_count += 1
-            self._restart_reason = LOST_WHILE_IDLE
             self._loss_reasons.clear()
         self._check_start()  # again: `prepare` calls functions of the user, such as `env`
         self.workers = watcher.workers
@@ -325,14 +322,9 @@ class GroupRanks:
                 if self._starts == call.refused_at_start:  # otherwise another call has started them meanwhile
                     self._start_ranks(watcher, call.lost_ranks)
 
-    def _note_reasons(self, call: Call, result: RunResult[Any], caller: Caller, *, has_succeeded: bool) -> None:
-        why = "a rank ended after it had returned" if has_succeeded else result.verdict
-        if call.ended_ranks:
-            self._loss_reasons |= dict.fromkeys(call.ended_ranks, why)
-            if not call.lost_elsewhere:
-                self._restart_reason = f"not all of them survived the last call: {why}"
-        elif not caller.watcher.loop.has_lost_ranks:  # a signal may reach the ranks after the call, and end them
-            self._restart_reason = CALL_ABORTED if caller.signals.received else LOST_WHILE_IDLE
+    def _note_loss(self, call: Call, reason: str) -> None:
+        if not call.lost_elsewhere:
+            self._loss_reasons |= dict.fromkeys(call.ended_ranks, reason)
 
     def diagnose(self, call: Call) -> RunResult[Any]:
         assert call.evidence is not None
