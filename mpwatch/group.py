@@ -23,7 +23,7 @@ from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.group_ranks import CLOSED, GroupRanks, OnStart
-from mpwatch.watcher.host_check import check_host, warn_of_memory
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class WorkerGroup:
         refuse_unknown("WorkerGroup", options, GroupOptions.__annotations__)
         self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
         check_host()
-        warn_of_memory(int(self._spec.nprocs))
         self._pid = os.getpid()
         self._queue = RankQueue()
         self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over
