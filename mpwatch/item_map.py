@@ -40,6 +40,9 @@ from mpwatch.watcher.group_ranks import LOST_RANK
 from mpwatch.watcher.item_queue import ItemQueue, Task
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.progress_events import ProgressEvents
+from mpwatch.watcher.observers.status_snapshot import final_statuses
+from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
@@ -278,6 +281,8 @@ class ItemMap:
         self._group: WorkerGroup
         self._load: Payload  # the call of `load`
         self._view: ItemView
+        self._progress_events: ProgressEvents | None  # None: no observer wants them
+        self._progress_driver: ViewDriver
 
     def run_in_order(self) -> Generator[Any, None, None]:
         __tracebackhide__ = True
@@ -302,6 +307,7 @@ class ItemMap:
         with ExitStack() as stack:
             self._load = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
+            self._progress_events, self._progress_driver = self._group._ranks.make_progress_events()
             self._view = self._make_view()
             stack.callback(self._leave, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
@@ -367,9 +373,14 @@ class ItemMap:
         if not outcomes:
             due_at, now = self._queue.due_at, monotonic()
             deadline = due_at if due_at is not None and due_at > now else math.inf  # else it waits for a free rank
-            if (seconds := self._view.seconds_to_next_update) is not None:
-                deadline = min(deadline, now + seconds)
-            self._group._ranks.follow(self._list_calls(), lambda: any(feed.has_news() for feed in self._feeds), deadline)
+            for seconds in (self._view.seconds_to_next_update, self._progress_driver.seconds_to_next_update()):
+                deadline = deadline if seconds is None else min(deadline, now + seconds)
+            self._group._ranks.follow(
+                self._list_calls(),
+                lambda: any(feed.has_news() for feed in self._feeds),
+                deadline,
+                self._progress_driver.update,
+            )
         for feed in self._feeds:
             if feed.call is not None:
                 outcomes += self._read(feed, feed.call)
@@ -420,6 +431,8 @@ class ItemMap:
         __tracebackhide__ = True
         if call.payload is not None and call.payload is not self._load:
             call.payload.close()
+        if call.evidence is not None and self._progress_events is not None:
+            self._progress_events.show(final_statuses([call.evidence]))
         if call.evidence is None:  # it was refused
             feed.lose(LOST_RANK)
             outcomes = []

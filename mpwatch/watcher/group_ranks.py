@@ -32,7 +32,8 @@ from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.view_driver import MakeView, no_view
+from mpwatch.watcher.observers.progress_events import ProgressEvents
+from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
@@ -187,10 +188,23 @@ class GroupRanks:
         with open_standard_descriptors(), self._lock:
             self._start_ranks(self._get_watcher(), [rank])
 
-    def follow(self, calls: Collection[Call], until: Callable[[], bool], deadline: float = math.inf) -> None:
+    def make_progress_events(self) -> tuple[ProgressEvents | None, ViewDriver]:
+        """Return what publishes the reports of the ranks, and its driver, for `follow`."""
+        watcher = self._get_watcher()
+        events = watcher.make_progress_events()
+        return events, ViewDriver(lambda: events, partial(watcher.post, watcher.loop.send_statuses), lambda _: True)
+
+    def follow(
+        self,
+        calls: Collection[Call],
+        until: Callable[[], bool],
+        deadline: float = math.inf,
+        serve: Callable[[], object] = lambda: None,
+    ) -> None:
         """Wait as `Caller.wait` does. After a signal, wait until these calls are over, and deliver the signal."""
         watcher = self._get_watcher()
         caller = self._make_caller(watcher, ends_ranks=True)
+        caller.serve = serve
         caller.signals.close_stop_requests()
 
         def wait() -> None:
