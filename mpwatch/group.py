@@ -309,17 +309,12 @@ class WorkerGroup:
 
         Return the result of a failure, or None to check again.
         """
-        from concurrent.futures import CancelledError  # its import takes time
-
-        result = None
-        if self._queue.exchange(ticket, self._all_ranks):
-            self._check_open()
-            if self._ranks.lacks_process_group:
-                result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
-            if result is not None and result.state is not WorkerState.SUCCEEDED:
+        self._queue.exchange(ticket, self._all_ranks)
+        if self._ranks.lacks_process_group:
+            result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
+            if result is None or result.state is not WorkerState.SUCCEEDED:
                 return result
-        if not self._queue.exchange(ticket, call.ranks):
-            raise CancelledError
+        self._queue.exchange(ticket, call.ranks)
         return None
 
     def _close(self, reason: str = "") -> None:

@@ -53,7 +53,7 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class GroupRanks:
     """The ranks of one WorkerGroup. Calls that run at the same time use different ranks (rank_queue.py).
 
-    `start` and `close` do not run beside a call, but a cancelled call may still be on its way when `close` begins.
+    `start` and `close` do not run beside a call.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -257,8 +257,7 @@ class GroupRanks:
         self._event_bus.publish_run_ended(WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason)
 
     def _end_ranks(self) -> None:
-        with self._lock:  # a call that was cancelled may be starting ranks
-            watcher = self._watcher
+        watcher = self._watcher
         if watcher is None:
             return
         caller = self._make_caller(watcher, ends_ranks=True)
@@ -271,7 +270,7 @@ class GroupRanks:
         caller.signals.deliver_received()
 
     def _check_start(self) -> None:
-        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun: a cancelled call may still be on its way."""
+        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun."""
         if self._start_refusal:
             raise RuntimeError(self._start_refusal)
 

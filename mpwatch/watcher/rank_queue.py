@@ -20,15 +20,13 @@ class Ticket:
         self.has_left = False
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # no Event: an exception in `Event.set` would leave it locked
 
-    def wake(self) -> None:
+    def grant(self) -> None:
         self.is_granted = True
         self._wakeups.put(None)
 
-    def wait(self) -> bool:
-        """Wait until the ticket is granted or has left. Return False if it has left."""
+    def wait(self) -> None:
         while not self.is_granted:
             self._wakeups.get()
-        return not self.has_left
 
 
 class RankQueue:
@@ -46,19 +44,16 @@ class RankQueue:
             self._tickets.append(ticket)
         self._grant()
 
-    def exchange(self, ticket: Ticket, ranks: Collection[int]) -> bool:
-        """Give up the ranks of a granted ticket, and wait in its old place for these. Return False if it has left."""
+    def exchange(self, ticket: Ticket, ranks: Collection[int]) -> None:
+        """Give up the ranks of a granted ticket, and wait in its old place for these."""
         with self._lock:
-            if not ticket.has_left:
-                ticket.ranks, ticket.on_grant, ticket.is_granted = ranks, None, False
+            ticket.ranks, ticket.on_grant, ticket.is_granted = ranks, None, False
         self._grant()
-        return ticket.wait()
+        ticket.wait()
 
     def leave(self, ticket: Ticket) -> None:
         """Remove a ticket, granted or not. It is no error if it has left already."""
-        ticket.has_left = True  # first: from now on, it is in nobody's way
-        with self._lock:
-            ticket.wake()
+        ticket.has_left = True
         self._grant()
 
     def _grant(self) -> None:
@@ -68,7 +63,7 @@ class RankQueue:
             taken = {rank for ticket in granted for rank in ticket.ranks}
             for ticket in self._tickets:
                 if not ticket.is_granted and taken.isdisjoint(ticket.ranks):
-                    ticket.wake()
+                    ticket.grant()
                     granted.append(ticket)
                 taken.update(ticket.ranks)
         for ticket in granted:
