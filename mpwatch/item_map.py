@@ -40,8 +40,6 @@ from mpwatch.watcher.group_ranks import LOST_RANK
 from mpwatch.watcher.item_queue import ItemQueue, Task
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.progress_events import ProgressEvents
-from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
@@ -245,9 +243,6 @@ class _Feed:
     tasks: deque[Task] = field(default_factory=deque)
     sent: int = 0  # how many items there were at first
 
-    def has_news(self) -> bool:
-        return self.call is not None and (bool(self.call.values) or self.call.has_ended())
-
     def lose(self, reason: str) -> None:
         self.has_loaded, self.loss = False, reason
 
@@ -281,8 +276,7 @@ class ItemMap:
         self._group: WorkerGroup
         self._load: Payload  # the call of `load`
         self._view: ItemView
-        self._progress_events: ProgressEvents | None  # None: no observer wants them
-        self._progress_driver: ViewDriver
+        self._progress: ViewDriver  # for the reports of the ranks
 
     def run_in_order(self) -> Generator[Any, None, None]:
         __tracebackhide__ = True
@@ -307,9 +301,9 @@ class ItemMap:
         with ExitStack() as stack:
             self._load = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
-            self._progress_events, self._progress_driver = self._group._ranks.make_progress_events()
+            self._progress = self._group._ranks.make_progress_driver()
             self._view = self._make_view()
-            stack.callback(self._leave, os.getpid())
+            stack.callback(self._close_view, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             try:
                 while self._deal():
@@ -320,11 +314,9 @@ class ItemMap:
                     stack.pop_all()
                 raise
 
-    def _leave(self, pid: int) -> None:
-        """Interrupt the functions that still run. `close` of the WorkerGroup then ends the ranks."""
+    def _close_view(self, pid: int) -> None:
         if os.getpid() == pid:  # not a fork that leaves the loop, too
             self._view.close(self._done_count, self._failed_count)
-            self._group._ranks.interrupt(self._list_calls())
 
     def _deal(self) -> bool:
         """Give items to free ranks. Return whether there are more outcomes to come."""
@@ -373,22 +365,16 @@ class ItemMap:
         if not outcomes:
             due_at, now = self._queue.due_at, monotonic()
             deadline = due_at if due_at is not None and due_at > now else math.inf  # else it waits for a free rank
-            for seconds in (self._view.seconds_to_next_update, self._progress_driver.seconds_to_next_update()):
+            for seconds in (self._view.seconds_to_next_update, self._progress.seconds_to_next_update()):
                 deadline = deadline if seconds is None else min(deadline, now + seconds)
-            self._group._ranks.follow(
-                self._list_calls(),
-                lambda: any(feed.has_news() for feed in self._feeds),
-                deadline,
-                self._progress_driver.update,
-            )
+            calls = [feed.call for feed in self._feeds if feed.call is not None]
+            has_news = lambda: any(call.values or call.has_ended() for call in calls)  # noqa: E731
+            self._group._ranks.follow(calls, has_news, deadline, self._progress.update)
         for feed in self._feeds:
             if feed.call is not None:
                 outcomes += self._read(feed, feed.call)
         self._done_count += len(outcomes)
         return outcomes
-
-    def _list_calls(self) -> list[Call]:
-        return [feed.call for feed in self._feeds if feed.call is not None]
 
     def _read(self, feed: _Feed, call: Call) -> list[IndexedValue]:
         __tracebackhide__ = True
@@ -431,15 +417,16 @@ class ItemMap:
         __tracebackhide__ = True
         if call.payload is not None and call.payload is not self._load:
             call.payload.close()
-        if call.evidence is not None and self._progress_events is not None:
-            self._progress_events.show(final_statuses([call.evidence]))
-        if call.evidence is None:  # it was refused
+        outcomes: list[IndexedValue] = []
+        evidence = call.evidence
+        if evidence is not None:
+            self._progress.show_end(evidence)
+        if evidence is None:  # it was refused
             feed.lose(LOST_RANK)
-            outcomes = []
-        elif call.evidence.stop_reason is StopReason.SUCCEEDED:
-            outcomes = self._end_success(feed, call, call.evidence)
+        elif evidence.stop_reason is StopReason.SUCCEEDED:
+            outcomes = self._end_success(feed, call, evidence)
         else:
-            outcomes = self._end_failure(feed, call, call.evidence)
+            outcomes = self._end_failure(feed, call, evidence)
         self._queue.put_back(feed.tasks)
         feed.tasks.clear()
         feed.call = None

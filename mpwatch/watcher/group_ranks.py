@@ -9,7 +9,6 @@ refuses a call whose ranks are lost, and the thread of the call starts them and 
 
 import logging
 import math
-import signal
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -29,10 +28,9 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.caller import Caller
-from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopReason
+from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.progress_events import ProgressEvents
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
@@ -188,18 +186,12 @@ class GroupRanks:
         with open_standard_descriptors(), self._lock:
             self._start_ranks(self._get_watcher(), [rank])
 
-    def make_progress_events(self) -> tuple[ProgressEvents | None, ViewDriver]:
-        """Return what publishes the reports of the ranks, and its driver, for `follow`."""
+    def make_progress_driver(self) -> ViewDriver:
         watcher = self._get_watcher()
-        events = watcher.make_progress_events()
-        return events, ViewDriver(lambda: events, partial(watcher.post, watcher.loop.send_statuses), lambda _: True)
+        return ViewDriver(watcher.make_progress_events, partial(watcher.post, watcher.loop.send_statuses), lambda _: True)
 
     def follow(
-        self,
-        calls: Collection[Call],
-        until: Callable[[], bool],
-        deadline: float = math.inf,
-        serve: Callable[[], object] = lambda: None,
+        self, calls: Collection[Call], until: Callable[[], bool], deadline: float, serve: Callable[[], object]
     ) -> None:
         """Wait as `Caller.wait` does. After a signal, wait until these calls are over, and deliver the signal."""
         watcher = self._get_watcher()
@@ -225,14 +217,6 @@ class GroupRanks:
             caller.deliver_signals(result, [])
             raise make_error(result)  # the program has handled the signal
         caller.signals.deliver_received()
-
-    def interrupt(self, calls: Collection[Call]) -> None:
-        """Interrupt these calls, and wait until they are over."""
-        watcher = self._watcher
-        running = [call for call in calls if not call.has_ended()]
-        if watcher is not None and running:
-            watcher.post(watcher.loop.interrupt, Interrupted(signal.SIGINT, InterruptCause.STOP))
-            self.follow(calls, lambda: all(call.has_ended() for call in running))
 
     def shut_down_in_background(self) -> None:
         """End the ranks of a WorkerGroup that was not closed, but do not wait for their end."""
