@@ -176,9 +176,8 @@ def map(
             `placement`, `logs`, `progress`, `on_event`, `on_progress`,
             `debug="locals"`; of WorkerGroup: `preload`. `progress` shows a bar
             of the items: None in a terminal or a notebook, after one second;
-            True everywhere, from the start. `heartbeat_timeout` limits an item,
-            including the time to pickle its value: each begins with a
-            heartbeat, and `fn` may send more.
+            True everywhere, from the start. `heartbeat_timeout` limits an item:
+            each begins with a heartbeat, and `fn` may send more.
 
     Yields:
         The values, or with ordered=False the pairs of index and value.
