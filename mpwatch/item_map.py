@@ -337,7 +337,7 @@ class ItemMap:
         if feed.loss:
             self._group._ranks.restart(feed.rank, feed.loss)
             feed.loss = ""
-        feed.call, feed.sent = self._group._ranks.begin(self._load, feed.rank), 0
+        feed.call, feed.sent = self._group._ranks.make_call(self._load, feed.rank), 0
 
     def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
         try:
@@ -352,7 +352,7 @@ class ItemMap:
             else:
                 raise
         else:
-            feed.call = self._group._ranks.begin(payload, feed.rank)
+            feed.call = self._group._ranks.make_call(payload, feed.rank)
             feed.tasks.extend(tasks)
             feed.sent = len(tasks)
 

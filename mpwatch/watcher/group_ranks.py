@@ -174,12 +174,10 @@ class GroupRanks:
 
     # ---- several calls of one thread, for `mpwatch.map`
 
-    def begin(self, payload: Payload, rank: int) -> Call:
-        """Call an idle rank, and do not wait. If the rank was lost, the call is refused."""
-        watcher = self._get_watcher()
-        call = Call(payload, [rank], started_at=monotonic(), suspended_before=watcher.loop.suspended_seconds)
-        watcher.post(watcher.loop.begin, call)
-        return call
+    def make_call(self, payload: Payload, rank: int) -> Call:
+        """Make a call of an idle rank, which `follow` begins. If the rank was lost, the call is refused."""
+        suspended = self._get_watcher().loop.suspended_seconds
+        return Call(payload, [rank], started_at=monotonic(), suspended_before=suspended)
 
     def restart(self, rank: int, reason: str) -> None:
         self._loss_reasons[rank] = reason
@@ -193,13 +191,17 @@ class GroupRanks:
     def follow(
         self, calls: Collection[Call], until: Callable[[], bool], deadline: float, serve: Callable[[], object]
     ) -> None:
-        """Wait as `Caller.wait` does. After a signal, wait until these calls are over, and deliver the signal."""
+        """Begin the new calls, and wait as `Caller.wait` does. After a signal, wait until all are over, and deliver it."""
         watcher = self._get_watcher()
         caller = self._make_caller(watcher, ends_ranks=True)
         caller.serve = serve
         caller.signals.close_stop_requests()
 
         def wait() -> None:
+            for call in calls:
+                if not call.is_posted:
+                    call.is_posted = True
+                    watcher.post(watcher.loop.begin, call)
             caller.wait(until, deadline)
             if caller.signals.received or caller.signals.error is not None:
                 caller.wait(lambda: all(call.has_ended() for call in calls))
