@@ -456,7 +456,7 @@ class ItemMap:
         cause = result.root_cause
         if cause is None:  # the program ends, for example
             raise make_error(result)
-        reason = format_failure(cause)
+        reason = result.verdict
         if not feed.has_loaded:
             self._losses_at_start += 1
             if cause.exception is not None or self._losses_at_start == MAX_LOSSES_AT_START * len(self._feeds):
@@ -467,7 +467,7 @@ class ItemMap:
                 task.is_single = True
         elif feed.tasks:
             task = feed.tasks.popleft()
-            reason = f"{name_item(task.index, _format_item(task.item))} failed: {reason}"
+            reason = f"{name_item(task.index, _format_item(task.item))} failed: {format_failure(cause)}"
             outcomes = self._fail(task, cause, result)
         if call.ended_ranks:
             feed.lose(reason)
