@@ -273,7 +273,7 @@ class ItemMap:
         self._done_count = self._failed_count = 0
         self._losses_at_start = 0  # since a rank has loaded the function
         self._group: WorkerGroup
-        self._load: Payload  # the call of `load`
+        self._load_payload: Payload  # the call of `load`
         self._view: ItemView
         self._progress: ViewDriver  # for the reports of the ranks
 
@@ -298,7 +298,7 @@ class ItemMap:
     def _run(self) -> Generator[IndexedValue, None, None]:
         __tracebackhide__ = True
         with ExitStack() as stack:
-            self._load = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
+            self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
             self._progress = self._group._ranks.make_progress_driver()
             self._view = self._make_view()
@@ -337,7 +337,7 @@ class ItemMap:
         if feed.loss:
             self._group._ranks.restart(feed.rank, feed.loss)
             feed.loss = ""
-        feed.call, feed.sent = self._group._ranks.make_call(self._load, feed.rank), 0
+        feed.call, feed.sent = self._group._ranks.make_call(self._load_payload, feed.rank), 0
 
     def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
         try:
@@ -414,7 +414,7 @@ class ItemMap:
 
     def _end(self, feed: _Feed, call: Call) -> list[IndexedValue]:
         __tracebackhide__ = True
-        if call.payload is not None and call.payload is not self._load:
+        if call.payload is not None and call.payload is not self._load_payload:
             call.payload.close()
         outcomes: list[IndexedValue] = []
         evidence = call.evidence
