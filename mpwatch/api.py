@@ -22,7 +22,7 @@ from mpwatch.options.stop_policy import StopPolicy
 from mpwatch.options.validation import check_flag, refuse_unknown
 from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.host_check import check_host, warn_of_memory
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.view_driver import MakeView
 from mpwatch.watcher.run import pack_spec, run_single_node
@@ -199,7 +199,6 @@ def _make_spec(
 def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
     check_host()
-    warn_of_memory(int(spec.nprocs))
     make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)

@@ -23,7 +23,7 @@ from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.group_ranks import CLOSED, GroupRanks, OnStart
-from mpwatch.watcher.host_check import check_host, warn_of_memory
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
 if TYPE_CHECKING:
@@ -87,12 +87,9 @@ class WorkerGroup:
         refuse_unknown("WorkerGroup", options, GroupOptions.__annotations__)
         self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
         check_host()
-        warn_of_memory(int(self._spec.nprocs))
         self._pid = os.getpid()
-        self._queue = RankQueue(len(self._all_ranks))
+        self._queue = RankQueue()
         self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over
-        self._joining_lock = threading.Lock()
-        self._joining: Ticket | None = None  # of the call in which all ranks make the process group of `backend`
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
         self._ranks = GroupRanks(self._spec, partial(select_view, self._spec.progress))
@@ -303,29 +300,17 @@ class WorkerGroup:
         return result
 
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
-        """Let all ranks make torch's process group before a call of some ranks, which gives its ranks up meanwhile.
+        """Let all ranks make torch's process group before a call of some ranks, unless another call has done it meanwhile.
 
-        The first call that needs it makes it, and others wait. Return the result of a failure, or None to check again.
+        Return the result of a failure, or None to check again.
         """
-        from concurrent.futures import CancelledError  # its import takes time
-
-        result, is_first, joining = None, False, None
-        try:
-            with self._joining_lock:
-                is_first = self._joining is None
-                joining = self._joining = self._joining or Ticket(self._all_ranks)
-                self._queue.step_back(ticket, joining)
-            if is_first:
-                joining.wait()
-                self._check_open()
-                result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
-        finally:
-            if is_first and joining is not None:
-                joining.has_left, self._joining = True, None  # if an exception prevents the rest, it is in nobody's way
-                self._queue.leave(joining)
-        if not ticket.wait():
-            raise CancelledError
-        return None if result is None or result.state is WorkerState.SUCCEEDED else result
+        self._queue.exchange(ticket, self._all_ranks)
+        if self._ranks.lacks_process_group:
+            result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
+            if result is None or result.state is not WorkerState.SUCCEEDED:
+                return result
+        self._queue.exchange(ticket, call.ranks)
+        return None
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True

@@ -1,32 +1,25 @@
 """`map` calls a function with each item of an iterable. A rank gets its next items as soon as the rank is free.
 
-    caller's thread: ItemMap --- WorkerGroup.submit: serve_items (worker/item_loop.py) ---> each rank
-                             --- items -----------------------------------------------> |  over an item channel
-                             <-- a value for each item -------------------------------- |  (wire/item_channel.py)
+    caller's thread: ItemMap --- a call of `run_items`, with some items ---> a rank (worker/item_loop.py)
+                             <-- a value for each item, then the answer ---
 
-A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If a call of `serve_items`
-fails, so does the item on which the rank was working. The rank's other items go back into the queue (watcher/item_queue.py),
-and `serve_items` is called again.
+A WorkerGroup with scope="worker" starts and watches the ranks. If a call fails, so does the item on which the rank was
+working. The rank's other items go back into the queue (watcher/item_queue.py). A rank that has died is started again.
 
 ItemMap takes items from the iterable, and receives values from the ranks, only while the caller waits for the next value.
 """
 # ruff: noqa: A001  `map` does what the built-in function does
 
-import errno
+import math
 import os
 import platform
-import selectors
-import signal
-import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import WARNING
-from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
@@ -39,24 +32,19 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_ended_ranks, format_signal
 from mpwatch.results.run_result import RunResult
-from mpwatch.run_handle import RunHandle
-from mpwatch.watcher.caller import log_last_report
+from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.diagnose import load_value
-from mpwatch.watcher.end_signals import EndSignals
+from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.group_ranks import LOST_RANK
 from mpwatch.watcher.item_queue import ItemQueue, Task
-from mpwatch.watcher.machine.transitions import InterruptCause
+from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.pack_call import pack_items
-from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
+from mpwatch.watcher.observers.view_driver import ViewDriver
+from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
-from mpwatch.wire.item_channel import ItemKind, open_item_channel, receive_message, send_message
-from mpwatch.wire.messages import MAX_DESCRIPTORS
-from mpwatch.wire.pickling.packed import map_packed
-from mpwatch.wire.resource_errors import with_remedy
-from mpwatch.worker.item_loop import serve_items
+from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
+from mpwatch.worker.item_loop import load, run_items
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -149,8 +137,7 @@ def map(
     A rank gets the next items as soon as it is free. The ranks start at the
     first `next` and stop when the iterator ends or is closed.
     `current_worker().state` lasts from item to item, so `fn` can load a model
-    once and keep it there, but not in an attribute of `fn`: after a failed item
-    the rank gets a new copy.
+    once and keep it there.
 
     An item fails if `fn` raises, or if the rank dies in it. A rank that dies is
     restarted, and at most one item fails with it, since a rank sends each value
@@ -189,9 +176,8 @@ def map(
             `placement`, `logs`, `progress`, `on_event`, `on_progress`,
             `debug="locals"`; of WorkerGroup: `preload`. `progress` shows a bar
             of the items: None in a terminal or a notebook, after one second;
-            True everywhere, from the start. `heartbeat_timeout` limits an item,
-            including the time to pickle its value: each begins with a
-            heartbeat, and `fn` may send more.
+            True everywhere, from the start. `heartbeat_timeout` limits an item:
+            each begins with a heartbeat, and `fn` may send more.
 
     Yields:
         The values, or with ordered=False the pairs of index and value.
@@ -247,57 +233,17 @@ def map(
 
 @dataclass(eq=False)
 class _Feed:
-    """A rank, and the items that were sent to it together and have no value yet."""
+    """A rank, its present call, and the items of this call that have no value yet."""
 
     rank: int
-    handle: RunHandle[None] | None = None  # the call of `serve_items`; None: there is none
-    called_at: float = 0.0  # CLOCK_MONOTONIC: when this call was made
-    channel: socket.socket | None = None
-    rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
-    has_loaded: bool = False  # whether the call has loaded the function
+    call: Call | None = None
+    has_loaded: bool = False  # whether the rank has the function
+    loss: str = ""  # why the rank must be started again; empty: it need not
     tasks: deque[Task] = field(default_factory=deque)
     sent: int = 0  # how many items there were at first
-    has_begun: bool = False  # whether the rank has unpickled them
 
-    def takes_items(self) -> bool:
-        return self.has_loaded and self.channel is not None and not self.tasks
-
-    def take_back(self) -> list[Task]:
-        tasks = list(self.tasks)
-        self.tasks.clear()
-        return tasks
-
-
-class _EndedBySignalError(Exception):
-    """A signal ends the program. `handles` are those of the calls that were interrupted for that."""
-
-    def __init__(self, signum: int, handles: Sequence[RunHandle[Any]]) -> None:
-        super().__init__(signum)
-        self.signum = signum
-        self.handles = handles
-
-
-class _ItemGroup(WorkerGroup):
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            # after a signal, the calls are being stopped already, and another interrupt would kill the ranks at once
-            super().__exit__(kind, None if isinstance(error, _EndedBySignalError) else error, trace)
-        except BaseException:  # a second Ctrl-C
-            for handle in list(self._handles):
-                handle._interrupt()
-            self.close()
-            raise
-
-    def end_by_signal(self, signum: int) -> NoReturn:
-        """Cancel the calls that have not begun, interrupt the others without waiting for them, and raise."""
-        handles = [handle for handle in list(self._handles) if not handle.cancel()]
-        for handle in handles:
-            handle._interrupt(signum, InterruptCause.SIGNAL)
-        raise _EndedBySignalError(signum, handles)
-
-    def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that mpwatch logs when it restarts this rank."""
-        self._ranks.explain_loss(rank, reason)
+    def lose(self, reason: str) -> None:
+        self.has_loaded, self.loss = False, reason
 
 
 class ItemMap:
@@ -324,15 +270,12 @@ class ItemMap:
         self._early: list[IndexedValue] = []  # outcomes of items that could not be sent
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
-        self._ended: deque[tuple[_Feed, RunHandle[None]]] = deque()
         self._done_count = self._failed_count = 0
-        self._pid = os.getpid()
         self._losses_at_start = 0  # since a rank has loaded the function
-        self._group: _ItemGroup
+        self._group: WorkerGroup
+        self._load_payload: Payload  # the call of `load`
         self._view: ItemView
-        self._selector: selectors.BaseSelector
-        self._wakeup: WakeupPipe
-        self._end_signals: EndSignals
+        self._progress: ViewDriver  # for the reports of the ranks
 
     def run_in_order(self) -> Generator[Any, None, None]:
         __tracebackhide__ = True
@@ -349,38 +292,30 @@ class ItemMap:
         __tracebackhide__ = True
         try:
             yield from self._run()
-            return
         except ItemFailedError as error:
             raise error.with_traceback(None)  # noqa: B904  the same error, without the frames of this module
-        except _EndedBySignalError as error:
-            end = error
-        calls = [_get_result(handle) for handle in end.handles if handle.exception() is None]
-        result = merge_results_of_calls([*calls, RunResult(WorkerState.STOPPED, reason=format_signal(end.signum))])
-        log_last_report(result)
-        signal.raise_signal(end.signum)
-        raise make_error(result)  # the program has set a handler meanwhile
 
     def _run(self) -> Generator[IndexedValue, None, None]:
         __tracebackhide__ = True
         with ExitStack() as stack:
-            self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, **self._options))
-            # A fork of this program may close it, which changes nothing here. It would with epoll.
-            self._selector = stack.enter_context(selectors.PollSelector())
-            self._wakeup = stack.enter_context(closing(WakeupPipe()))
-            self._selector.register(self._wakeup, selectors.EVENT_READ)
-            self._end_signals = EndSignals(self._wakeup.wake)
-            stack.callback(self._close_feeds)
+            self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
+            self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
+            self._progress = self._group._ranks.make_progress_driver()
             self._view = self._make_view()
-            stack.callback(self._close_view)
+            stack.callback(self._close_view, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             try:
                 while self._deal():
                     yield from self._receive()
             except GeneratorExit:
-                # The end of the program, or garbage collection in a thread that `close` waits for: the group ends by itself.
-                if sys.is_finalizing() or threading.current_thread().name.startswith("mpwatch"):
+                # Garbage collection in a thread that `close` waits for: the group ends by itself.
+                if threading.current_thread().name.startswith("mpwatch"):
                     stack.pop_all()
                 raise
+
+    def _close_view(self, pid: int) -> None:
+        if os.getpid() == pid:  # not a fork that leaves the loop, too
+            self._view.close(self._done_count, self._failed_count)
 
     def _deal(self) -> bool:
         """Give items to free ranks. Return whether there are more outcomes to come."""
@@ -389,146 +324,78 @@ class ItemMap:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
         may_have_items = not self._queue.is_exhausted or self._queue.has_waiting
         for feed in self._feeds:
-            if feed.handle is None and may_have_items:
+            if feed.call is None and not feed.has_loaded and may_have_items:
                 self._start(feed)
         for feed in self._feeds:
-            while feed.takes_items() and (tasks := self._queue.take_chunk(monotonic(), end)):
+            while feed.call is None and feed.has_loaded and (tasks := self._queue.take_chunk(monotonic(), end)):
                 self._send(feed, tasks)  # or put them back, to be sent one by one
         has_items = self._queue.has_waiting or not self._queue.is_exhausted
         return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
 
     def _start(self, feed: _Feed) -> None:
-        """Call `serve_items` in a rank. If the rank has died, the WorkerGroup restarts the rank before the call."""
-        try:
-            feed.channel, feed.rank_end = open_item_channel()
-        except OSError as error:
-            raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
-        feed.has_loaded = False
-        self._selector.register(feed.channel, selectors.EVENT_READ, feed)
-        feed.called_at = monotonic()
-        handle = feed.handle = self._group.submit(
-            serve_items, args=(feed.rank_end,), kwargs={"fn": self._fn}, ranks=feed.rank
-        )
-        handle.add_done_callback(lambda handle: self._note_end(feed, handle))
-
-    def _note_end(self, feed: _Feed, handle: Any) -> None:
-        self._ended.append((feed, handle))
-        self._wakeup.wake()
+        """Let the rank load the function. If the rank has died, it is started before."""
+        if feed.loss:
+            self._group._ranks.restart(feed.rank, feed.loss)
+            feed.loss = ""
+        feed.call, feed.sent = self._group._ranks.make_call(self._load_payload, feed.rank), 0
 
     def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
-        assert feed.channel is not None  # it takes items
         try:
-            payload = pack_items({f"items[{task.index}]": task.item for task in tasks})
+            payload = pack_items(run_items, {f"items[{task.index}]": task.item for task in tasks})
         except LaunchError as error:
-            self._refuse(feed, tasks, error)
-            return
-        with closing(payload):
-            if len(payload.fds) > MAX_DESCRIPTORS:
-                text = f"items[{tasks[0].index}] has {len(payload.fds)} descriptors, such as sockets or shared tensors"
-                self._refuse(feed, tasks, LaunchError(f"{text}; an item may have {MAX_DESCRIPTORS} at most: divide it"))
-                return
-            kind = ItemKind.ITEM if len(tasks) == 1 else ItemKind.ITEMS
-            try:
-                is_sent = send_message(feed.channel, kind, payload.body, payload.fds)
-            except OSError as error:
-                raise LaunchError(with_remedy(f"items[{tasks[0].index}] cannot be sent to the rank", error)) from error
-        if is_sent:
+            if len(tasks) > 1:
+                for task in tasks:
+                    task.is_single = True
+                self._queue.put_back(tasks)
+            elif self._yields_failures:
+                self._early += self._fail_without_call(feed, tasks[0], error)
+            else:
+                raise
+        else:
+            feed.call = self._group._ranks.make_call(payload, feed.rank)
             feed.tasks.extend(tasks)
-            feed.sent, feed.has_begun = len(tasks), False
-        else:
-            self._close_channel(feed)  # its call is ending; all that it has sent was read
-            self._queue.put_back(tasks)
-
-    def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Let several items that cannot be sent together be sent one by one. A single item fails."""
-        if len(tasks) > 1:
-            self._queue.put_back(tasks, singly=True)
-        elif self._yields_failures:
-            self._early += self._fail_without_call(feed, tasks[0], error)
-        else:
-            raise error
+            feed.sent = len(tasks)
 
     def _receive(self) -> list[IndexedValue]:
-        """Wait until a value arrives or a call of `serve_items` ends, and return the new outcomes."""
+        """Wait until a value arrives or a call ends, and return the new outcomes."""
         __tracebackhide__ = True
         outcomes, self._early = self._early, []
-        self._update_view()
-        due_at, now = self._queue.due_at, monotonic()
-        waits = [0.0] if outcomes else []
-        waits += [due_at - now] if due_at is not None and due_at > now else []  # else it waits for a free rank
-        waits += [] if (seconds := self._view.seconds_to_next_update) is None else [seconds]
-        with self._end_signals.defer():
-            ready = self._selector.select(min(waits, default=None))
-        if self._end_signals.received is not None:
-            self._group.end_by_signal(self._end_signals.received)
-        for key, _ in ready:
-            if key.data is None:
-                self._wakeup.drain()
-            else:
-                outcomes += self._read(key.data)
-        while self._ended:
-            outcomes += self._end(*self._ended.popleft())
+        self._view.update(self._done_count, self._failed_count)
+        if not outcomes:
+            due_at, now = self._queue.due_at, monotonic()
+            deadline = due_at if due_at is not None and due_at > now else math.inf  # else it waits for a free rank
+            for seconds in (self._view.seconds_to_next_update, self._progress.seconds_to_next_update()):
+                deadline = deadline if seconds is None else min(deadline, now + seconds)
+            calls = [feed.call for feed in self._feeds if feed.call is not None]
+            has_news = lambda: any(call.values or call.has_ended() for call in calls)  # noqa: E731
+            self._group._ranks.follow(calls, has_news, deadline, self._progress.update)
+        for feed in self._feeds:
+            if feed.call is not None:
+                outcomes += self._read(feed, feed.call)
         self._done_count += len(outcomes)
         return outcomes
 
-    def _update_view(self) -> None:
-        self._view.update(self._done_count, self._failed_count)
-
-    def _close_view(self) -> None:
-        if os.getpid() == self._pid:  # not a fork that leaves the loop, too
-            self._view.close(self._done_count, self._failed_count)
-
-    def _read(self, feed: _Feed) -> list[IndexedValue]:
+    def _read(self, feed: _Feed, call: Call) -> list[IndexedValue]:
         __tracebackhide__ = True
-        outcomes = []
-        while feed.channel is not None:
-            try:
-                message = receive_message(feed.channel)
-            except BlockingIOError:
-                break
-            if message is None:
-                self._close_channel(feed)
-                break
-            kind, body, fds = message
-            if kind is ItemKind.READY:
-                feed.has_loaded = True
-                self._losses_at_start = 0
-                self._close_rank_end(feed)
-            elif kind is ItemKind.BEGUN:
-                feed.has_begun = True
-            elif kind is ItemKind.REST:
-                rest = feed.take_back()
-                self._queue.put_back(rest, singly=not feed.has_begun)
-                self._queue.shrink_chunks(feed.sent - len(rest))
-            else:
-                task = feed.tasks.popleft()  # a rank sends its values in the order of its items
-                if not feed.tasks:
-                    self._queue.enlarge_chunks(feed.sent)
-                outcomes += self._load(feed, task, body, fds)
+        outcomes: list[IndexedValue] = []
+        has_ended = call.has_ended()  # before the values are read: none comes later
+        while call.values:
+            outcomes += self._load_value(feed, call.values.popleft())
+        if has_ended:
+            outcomes += self._end(feed, call)
         return outcomes
 
-    def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
+    def _load_value(self, feed: _Feed, content: bytes | memoryview | OSError) -> list[IndexedValue]:
         __tracebackhide__ = True
-        content: bytes | memoryview | OSError = body
-        if fds is None:
-            content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
-        elif fds:
-            try:
-                content = map_packed(fds[0])
-            except OSError as unreadable:
-                content = unreadable
-            finally:
-                os.close(fds[0])
         loaded = load_value(content)
-        if loaded.error is None:
-            return [(task.index, loaded.value)]
-        return self._fail_without_call(feed, task, loaded.error)
+        task = feed.tasks.popleft()  # a rank sends its values in the order of its items
+        return [(task.index, loaded.value)] if loaded.error is None else self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Let an item fail, although no call has failed, for example because its value cannot be unpickled."""
         __tracebackhide__ = True
         worker = self._group.workers[feed.rank]
-        elapsed = monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
+        elapsed = 0.0 if feed.call is None else monotonic() - feed.call.started_at
         failure = ProcessFailure(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -545,32 +412,65 @@ class ItemMap:
         )
         return self._fail(task, failure, result)
 
-    def _end(self, feed: _Feed, handle: RunHandle[None]) -> list[IndexedValue]:
+    def _end(self, feed: _Feed, call: Call) -> list[IndexedValue]:
         __tracebackhide__ = True
-        outcomes = self._read(feed)
-        tasks = feed.take_back()
-        # If a rank dies while it unpickles several items, any of them may be to blame. They are sent again one by one.
-        begun, unbegun = (tasks[:1], tasks[1:]) if feed.has_begun or feed.sent == 1 else ([], tasks)
-        self._close_feed(feed)
-        result = _get_result(handle)
+        if call.payload is not None and call.payload is not self._load_payload:
+            call.payload.close()
+        outcomes: list[IndexedValue] = []
+        evidence = call.evidence
+        if evidence is not None:
+            self._progress.show_end(evidence)
+        if evidence is None:  # it was refused
+            feed.lose(LOST_RANK)
+        elif evidence.stop_reason is StopReason.SUCCEEDED:
+            outcomes = self._end_success(feed, call, evidence)
+        else:
+            outcomes = self._end_failure(feed, call, evidence)
+        self._queue.put_back(feed.tasks)
+        feed.tasks.clear()
+        feed.call = None
+        return outcomes
+
+    def _end_success(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> list[IndexedValue]:
+        __tracebackhide__ = True
+        outcomes: list[IndexedValue] = []
+        if feed.has_loaded:
+            answer = evidence.ranks[feed.rank].answer
+            assert answer is not None  # it has returned
+            outcomes = self._load_value(feed, answer.body if answer.file is None else answer.file)
+            if feed.tasks:
+                self._queue.shrink_chunks(feed.sent - len(feed.tasks))
+            else:
+                self._queue.enlarge_chunks(feed.sent)
+        else:
+            feed.has_loaded, self._losses_at_start = True, 0
+        if call.ended_ranks:
+            feed.lose("it ended after it had returned")
+        return outcomes
+
+    def _end_failure(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> list[IndexedValue]:
+        """Return the failure of the item on which the rank was working, if any."""
+        __tracebackhide__ = True
+        outcomes: list[IndexedValue] = []
+        result = self._group._ranks.diagnose(call)
         cause = result.root_cause
-        if result.state is WorkerState.SUCCEEDED:
-            self._queue.put_back(unbegun)
-            for task in begun:
-                text = "fn has shut down the socket of mpwatch.map; shut down only sockets that fn has opened"
-                outcomes += self._fail_without_call(feed, task, RuntimeError(text))
-        elif cause is None:  # the program ends, for example
+        if cause is None:  # the program ends, for example
             raise make_error(result)
-        elif not feed.has_loaded:
+        reason = result.verdict
+        if not feed.has_loaded:
             self._losses_at_start += 1
             if cause.exception is not None or self._losses_at_start == MAX_LOSSES_AT_START * len(self._feeds):
                 raise make_error(result)
-        else:
-            self._queue.put_back(unbegun, singly=not feed.has_begun)
-            for task in begun:
-                item = name_item(task.index, _format_item(task.item))
-                self._group.explain_loss(feed.rank, f"{item} failed: {format_failure(cause)}")
-                outcomes += self._fail(task, cause, result)
+        elif feed.sent > 1 and evidence.ranks[feed.rank].heartbeat.beat_at is None:
+            # The rank could not unpickle the items. Any of them may be to blame, so they are sent again one by one.
+            for task in feed.tasks:
+                task.is_single = True
+        elif feed.tasks:
+            task = feed.tasks.popleft()
+            reason = f"{name_item(task.index, _format_item(task.item))} failed: {format_failure(cause)}"
+            outcomes = self._fail(task, cause, result)
+        if call.ended_ranks:
+            feed.lose(reason)
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
@@ -593,33 +493,6 @@ class ItemMap:
         if not self._yields_failures:
             raise ItemFailedError(result, item_failure)
         return [(task.index, item_failure)]
-
-    def _close_channel(self, feed: _Feed) -> None:
-        if feed.channel is not None:
-            self._selector.unregister(feed.channel)
-            feed.channel.close()
-            feed.channel = None
-
-    def _close_rank_end(self, feed: _Feed) -> None:
-        if feed.rank_end is not None:
-            feed.rank_end.close()
-            feed.rank_end = None
-
-    def _close_feed(self, feed: _Feed) -> None:
-        feed.handle = None
-        self._close_channel(feed)
-        self._close_rank_end(feed)
-
-    def _close_feeds(self) -> None:
-        for feed in self._feeds:
-            self._close_feed(feed)
-
-
-def _get_result(handle: RunHandle[None]) -> RunResult[None]:
-    """Return the result without the note about the next call of the group, which a map makes by itself or not at all."""
-    result = handle.result()
-    note = format_ended_ranks([worker.rank for worker in result.workers])
-    return replace(result, notes=tuple(each for each in result.notes if each != note))
 
 
 def _format_item(item: object) -> str:

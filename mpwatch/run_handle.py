@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -52,16 +52,16 @@ class RunHandle(Future[RunResult[T]]):
     ) -> None:
         super().__init__()
         program_end.prepare()
-        self._run: Callable[[Ticket, OnStart], RunResult[T]] | None = execute  # None: it has begun, or was cancelled
-        self._queue = queue or RankQueue(0)
+        self._run: Callable[[Ticket, OnStart], RunResult[T]] | None = execute  # None: it has begun, or never will
+        self._queue = queue or RankQueue()
+        self._ranks = ranks
         self._ticket = Ticket(ranks, self._start)
         self._check = check
         self._is_in_call = is_in_call
         self._lock = threading.RLock()  # a signal handler may cancel or end the call
         self._call: Caller | None = None  # from the start of the ranks until the run is over
         self._is_decided = False  # whether the call begins or is cancelled
-        self._is_ending = False
-        self._first_interrupt: tuple[int, InterruptCause] | None = None  # it may come before `_call`
+        self._is_interrupted = False  # perhaps before there is a `_call`
         self._stop_cause = ""  # of the first request to stop; empty: there was none
         self._started_at = 0.0
         self._pid = os.getpid()
@@ -202,18 +202,18 @@ class RunHandle(Future[RunResult[T]]):
             self.terminate()
             raise
 
-    def _interrupt(self, signum: int = signal.SIGINT, cause: InterruptCause = InterruptCause.STOP) -> None:
+    def _interrupt(self) -> None:
         with self._lock:
-            self._first_interrupt = self._first_interrupt or (signum, cause)
+            self._is_interrupted = True
             if (call := self._call) is not None:
-                call.signals.post_interrupt(signum, cause)
+                call.signals.post_interrupt(signal.SIGINT, InterruptCause.STOP)
 
     def _ask_to_stop(self, cause: str) -> bool:
         """Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
-            call, is_ending = self._call, self._is_ending  # in this order
-            return call.ask_to_stop(cause) if call is not None else not is_ending
+            call = self._call
+            return not self.done() if call is None else call.ask_to_stop(cause)
 
     def _wait_for_end(self) -> None:
         """Wait for the result and for the end of the thread. A callback in the thread itself does not wait."""
@@ -238,7 +238,7 @@ class RunHandle(Future[RunResult[T]]):
 
     def _execute(self) -> None:
         run, self._run = self._run, None
-        if run is None:  # cancelled
+        if run is None or not self._decide():  # cancelled
             return
         self._started_at = monotonic()
         try:
@@ -259,24 +259,21 @@ class RunHandle(Future[RunResult[T]]):
             return not self.cancelled()
 
     def _begin(self, call: Caller) -> None:
-        if not self._decide():
-            raise CancelledError
         with self._lock:
             self._call = call
-            if self._first_interrupt is not None:
-                call.signals.post_interrupt(*self._first_interrupt)
+            if self._is_interrupted:
+                self._interrupt()
             elif self._stop_cause:
                 call.signals.request_stop(self._stop_cause)
 
     def _set_outcome(self, set_it: Callable[[], None]) -> None:
         self._queue.leave(self._ticket)  # first, since a callback of the future may call the group again
         if self._decide():
-            self._is_ending = True
             self._call = None
             set_it()
 
     def _select(self, by_rank: Mapping[int, V]) -> dict[int, V]:
-        ranks = self._ticket.ranks or by_rank
+        ranks = self._ranks or by_rank
         return {rank: value for rank, value in by_rank.items() if rank in ranks}
 
     def _get_result(self) -> RunResult[T] | None:

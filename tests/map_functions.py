@@ -16,6 +16,10 @@ def identity(item):
     return item
 
 
+def report(number):
+    mpwatch.report(step=number)
+
+
 def fail_at_seven(number):
     if number == 7:
         raise ValueError("seven")

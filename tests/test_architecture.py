@@ -30,7 +30,7 @@ LAYERS = {
     "run_handle": {"os_support", "data", "watcher", "wire"},
     "api": {"data", "live_view", "watcher", "nodes", "run_handle"},
     "group": {"data", "live_view", "watcher", "run_handle"},
-    "item_map": {"data", "live_view", "watcher", "wire", "worker", "group", "run_handle"},
+    "item_map": {"data", "live_view", "watcher", "wire", "worker", "group"},
     "script": set(),
     "facade": {"version", "api", "group", "item_map", "run_handle", "script", "data", "worker"},
     "cluster": {"facade", "api", "live_view", "nodes", "watcher", "wire", "data"},

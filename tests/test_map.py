@@ -51,6 +51,12 @@ def test_a_rank_keeps_its_state_from_item_to_item():
     assert {size for _, size, _ in calls} == {2}
 
 
+def test_reports_reach_the_observers():
+    seen = []
+    list(mpwatch.map(fn.report, range(5), 2, on_progress=seen.append, chunksize=1))
+    assert sorted(event.step for event in seen) == list(range(5))
+
+
 # --- Laziness
 
 

@@ -236,13 +236,3 @@ def test_the_typed_options_are_those_of_run_and_of_a_spec_and_all_are_described(
 def test_an_unknown_option_is_named_with_the_one_that_may_be_meant(call, text):
     with pytest.raises(TypeError, match=text):
         call()
-
-
-def test_more_ranks_than_the_memory_can_hold_are_warned_about(caplog):
-    def refuse(worker):
-        raise LookupError("this is enough")
-
-    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8_000_000 + 1
-    with pytest.raises(LookupError):
-        mpwatch.run(fn, count, env=refuse)
-    assert re.search(rf"{count} ranks need about \d+ GB of memory .*, and \d+ GB are free", caplog.text)

@@ -17,49 +17,42 @@ log = logging.getLogger("mpwatch")
 class ItemView:
     """The bar of one call. `total` is None if it is not known. If the bar raises, that is logged, and it ends."""
 
-    def __init__(self, progress: bool | None, total: int | None, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, progress: bool | None, total: int | None) -> None:
         self._allow_lines = progress is True
         self._total = total
-        self._clock = clock
         self._rate = RateEstimator(RATE_SECONDS)
         self._display: Display | None = None
-        self._was_chosen = False
-        now = clock()
+        now = monotonic()
         self._rate.add(now, 0)
         self._due_at = math.inf if not may_show(progress) else now if progress else now + FIRST_SECONDS
 
     @property
     def seconds_to_next_update(self) -> float | None:
         """None if no further call of `update` is needed."""
-        return None if self._due_at == math.inf else max(0.0, self._due_at - self._clock())
+        return None if self._due_at == math.inf else max(0.0, self._due_at - monotonic())
 
     def update(self, done: int, failed: int) -> None:
         """Draw the bar if enough time has passed. `done` counts the failed items, too."""
-        now = self._clock()
-        if now < self._due_at:
-            return
-        self._rate.add(now, done)
-        if not self._was_chosen:
-            self._was_chosen = True
-            self._guard(self._choose)
-        if (display := self._display) is not None:
-            self._due_at = now + display.period
-            self._guard(lambda: display.show(self._take_snapshot(now, done, failed)))
-        if self._display is None:
-            self._due_at = math.inf
+        if monotonic() >= self._due_at:
+            self._due_at = math.inf  # if there is no display, or if it raises
+            self._guard(lambda: self._show(done, failed))
 
     def close(self, done: int, failed: int) -> None:
         """Leave one line of text that stays visible."""
-        display, now = self._display, self._clock()
+        display, self._display, self._due_at = self._display, None, math.inf
         if display is not None:
-            self._rate.add(now, done)
-            self._guard(lambda: display.close(self._take_snapshot(now, done, failed)))
-        self._display, self._due_at = None, math.inf
+            self._guard(lambda: display.close(self._take_snapshot(done, failed)))
 
-    def _choose(self) -> None:
-        self._display = select_display(allow_lines=self._allow_lines)
+    def _show(self, done: int, failed: int) -> None:
+        if self._display is None:
+            self._display = select_display(allow_lines=self._allow_lines)
+        if self._display is not None:
+            self._display.show(self._take_snapshot(done, failed))
+            self._due_at = monotonic() + self._display.period
 
-    def _take_snapshot(self, now: float, done: int, failed: int) -> Snapshot:
+    def _take_snapshot(self, done: int, failed: int) -> Snapshot:
+        now = monotonic()
+        self._rate.add(now, done)
         metrics = {"failed": failed} if failed else {}
         overall = StepProgress(unit="item", step=done, total=self._total, rate=self._rate.rate(now), metrics=metrics)
         return Snapshot(overall=overall, rows=(), shows_ranks=False)

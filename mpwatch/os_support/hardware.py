@@ -1,4 +1,4 @@
-"""What this machine has: CPUs that this process is allowed to use, memory, and perhaps GPUs."""
+"""What this machine has: CPUs that this process is allowed to use, and perhaps GPUs."""
 
 import sys
 from glob import glob
@@ -18,12 +18,3 @@ def count_usable_cpus() -> int:
 
 def may_have_gpus() -> bool:
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)
-
-
-def read_available_memory() -> int | None:
-    """Return how many bytes new processes can use on this machine, or None if there is no /proc/meminfo (see proc(5))."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None

@@ -7,6 +7,7 @@ Idle ranks belong to no Call. With scope="worker" or `keep_going` each rank has 
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from itertools import count
 from typing import Any
@@ -60,6 +61,7 @@ class Call:
         self.refused_at_start = 0
         self.ended_ranks: tuple[int, ...] = ()
         self.lost_elsewhere: tuple[int, ...] = ()
+        self.values: deque[bytes | memoryview | OSError] = deque()  # of the items of `mpwatch.map`, which takes them out
         self.machine: CallMachine
         self.monitor: CollectiveMonitor
         self.members: dict[int, Rank] = {}

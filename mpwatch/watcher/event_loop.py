@@ -95,7 +95,7 @@ class EventLoop:
         self.state = WorkerState.UNKNOWN
         self.suspended_seconds = 0.0
         self.timers = Timers()
-        self.debugger_sockets: deque[tuple[int, int, str]] = deque()  # for the console: rank, descriptor, purpose
+        self.debugger_sockets: deque[tuple[int, int]] = deque()  # for the console: rank, descriptor
         self.starts = 0
         self.interrupted: m.Interrupted | None = None
         self.stop_request: m.StopRequested | None = None

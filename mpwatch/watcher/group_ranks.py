@@ -11,19 +11,19 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from mpwatch.errors import LaunchError
+from mpwatch.errors import LaunchError, make_error
 from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call
+from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_signal
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
@@ -31,19 +31,19 @@ from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.view_driver import MakeView, no_view
+from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.pickling.call_payload import FunctionCall
+from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 
 OnStart = Callable[[Caller], object]  # see GroupRanks.call
 
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
-CALL_ABORTED = "the last call was aborted"
-START_INTERRUPTED = "a signal interrupted the start of the ranks"
+LOST_RANK = "it was lost while it had no call"
 CLOSED = "this WorkerGroup is closed; make another one"
 ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
 
@@ -51,7 +51,7 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class GroupRanks:
     """The ranks of one WorkerGroup. Calls that run at the same time use different ranks (rank_queue.py).
 
-    `start` and `close` do not run beside a call, but a cancelled call may still be on its way when `close` begins.
+    `start` and `close` do not run beside a call.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -61,8 +61,7 @@ class GroupRanks:
         self._watcher: Watcher | None = None  # None before the start and after the end; replaced if it has failed itself
         self._starts = 0  # how often ranks were started in this watcher
         self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
-        self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart all ranks
-        self._loss_reasons: dict[int, str] = {}  # the same with scope="worker", for ranks that were lost in a call
+        self._loss_reasons: dict[int, str] = {}  # for the log, if ranks that were lost in a call are restarted
         self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
         self._joined: tuple[Watcher, int, int] | None = None  # whose ranks have made which process group
         self._start_refusal = ""  # why no ranks may be started any more; empty: they may be started
@@ -94,7 +93,6 @@ class GroupRanks:
             self._execute(caller, lambda: caller.wait(has_started), math.inf)
         if caller.signals.received:
             self._end_ranks()
-            self._restart_reason = START_INTERRUPTED  # the group stays if the handler of the signal raises no exception
         caller.signals.deliver_received()
 
     @property
@@ -145,10 +143,11 @@ class GroupRanks:
             if call.evidence is None:
                 caller.signals.deliver_received()
                 return None
-            result = caller.build_result(partial(self._diagnose, call))
+            result = caller.build_result(partial(self.diagnose, call))
             has_succeeded = call.evidence.stop_reason is StopReason.SUCCEEDED
         except BaseException:
-            self._restart_reason = CALL_ABORTED
+            if call is not None:
+                self._note_loss(call, "it was aborted")
             raise
         finally:
             payload.close()
@@ -157,7 +156,7 @@ class GroupRanks:
                     self._joined = (watcher, self._starts, version)
                 elif ranks is None and call is not None and call.is_posted:
                     self._process_group_version = version + 1
-        self._note_reasons(call, result, caller, has_succeeded=has_succeeded)
+        self._note_loss(call, "a rank ended after it had returned" if has_succeeded else result.verdict)
         caller.deliver_signals(result, [call.evidence])
         if result.state is not WorkerState.SUCCEEDED and call.ended_ranks and not self._start_refusal:
             ended = call.ended_ranks if self._spec.scope == "worker" else tuple(worker.rank for worker in self.workers)
@@ -173,10 +172,53 @@ class GroupRanks:
         watcher = self._watcher
         return Stacks() if watcher is None else watcher.take_stacks()
 
-    def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that the log gives when a rank that was lost in a call is restarted. Only with scope="worker"."""
-        if rank in self._loss_reasons:
-            self._loss_reasons[rank] = reason
+    # ---- several calls of one thread, for `mpwatch.map`
+
+    def make_call(self, payload: Payload, rank: int) -> Call:
+        """Make a call of an idle rank, which `follow` begins. If the rank was lost, the call is refused."""
+        suspended = self._get_watcher().loop.suspended_seconds
+        return Call(payload, [rank], started_at=monotonic(), suspended_before=suspended)
+
+    def restart(self, rank: int, reason: str) -> None:
+        self._loss_reasons[rank] = reason
+        with open_standard_descriptors(), self._lock:
+            self._start_ranks(self._get_watcher(), [rank])
+
+    def make_progress_driver(self) -> ViewDriver:
+        watcher = self._get_watcher()
+        return ViewDriver(watcher.make_progress_events, partial(watcher.post, watcher.loop.send_statuses), lambda _: True)
+
+    def follow(
+        self, calls: Collection[Call], until: Callable[[], bool], deadline: float, serve: Callable[[], object]
+    ) -> None:
+        """Begin the new calls, and wait as `Caller.wait` does. After a signal, wait until all are over, and deliver it."""
+        watcher = self._get_watcher()
+        caller = self._make_caller(watcher, ends_ranks=True)
+        caller.serve = serve
+        caller.signals.close_stop_requests()
+
+        def wait() -> None:
+            for call in calls:
+                if not call.is_posted:
+                    call.is_posted = True
+                    watcher.post(watcher.loop.begin, call)
+            caller.wait(until, deadline)
+            if caller.signals.received or caller.signals.error is not None:
+                caller.wait(lambda: all(call.has_ended() for call in calls))
+
+        try:
+            caller.execute(wait)
+        finally:
+            self._end(caller)
+        self._check_start()
+        if caller.signals.received or caller.signals.error is not None:
+            ended = [call for call in calls if call.evidence is not None]
+            reason = format_signal(caller.signals.received[0]) if caller.signals.received else ""
+            stopped = RunResult[Any](WorkerState.STOPPED, reason=reason)
+            result = caller.build_result(lambda: merge_results_of_calls([*map(self.diagnose, ended), stopped]))
+            caller.deliver_signals(result, [])
+            raise make_error(result)  # the program has handled the signal
+        caller.signals.deliver_received()
 
     def shut_down_in_background(self) -> None:
         """End the ranks of a WorkerGroup that was not closed, but do not wait for their end."""
@@ -201,8 +243,7 @@ class GroupRanks:
         self._event_bus.publish_run_ended(WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason)
 
     def _end_ranks(self) -> None:
-        with self._lock:  # a call that was cancelled may be starting ranks
-            watcher = self._watcher
+        watcher = self._watcher
         if watcher is None:
             return
         caller = self._make_caller(watcher, ends_ranks=True)
@@ -215,7 +256,7 @@ class GroupRanks:
         caller.signals.deliver_received()
 
     def _check_start(self) -> None:
-        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun: a cancelled call may still be on its way."""
+        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun."""
         if self._start_refusal:
             raise RuntimeError(self._start_refusal)
 
@@ -245,16 +286,16 @@ class GroupRanks:
         setups = []
         if self._spec.scope == "worker" and lost_ranks:
             for rank in lost_ranks:
-                reason = self._loss_reasons.pop(rank, "it was lost while it had no call")
+                reason = self._loss_reasons.pop(rank, LOST_RANK)
                 log_now(logging.WARNING, "rank %d is restarted: %s", rank, reason)
                 setups += watcher.prepare([rank], counts[rank] + 1)
             self._restart_count += len(lost_ranks)
         else:
             if not is_first:
-                log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
+                reasons = [f"not all of them survived the last call: {reason}" for reason in self._loss_reasons.values()]
+                log_now(logging.WARNING, "all ranks are restarted: %s", reasons[0] if reasons else LOST_WHILE_IDLE)
             setups = watcher.prepare(range(int(self._spec.nprocs)), max(counts.values(), default=-1) + 1)
             self._restart_count += 1
-            self._restart_reason = LOST_WHILE_IDLE
             self._loss_reasons.clear()
         self._check_start()  # again: `prepare` calls functions of the user, such as `env`
         self.workers = watcher.workers
@@ -280,16 +321,11 @@ class GroupRanks:
                 if self._starts == call.refused_at_start:  # otherwise another call has started them meanwhile
                     self._start_ranks(watcher, call.lost_ranks)
 
-    def _note_reasons(self, call: Call, result: RunResult[Any], caller: Caller, *, has_succeeded: bool) -> None:
-        why = "a rank ended after it had returned" if has_succeeded else result.verdict
-        if call.ended_ranks:
-            self._loss_reasons |= dict.fromkeys(call.ended_ranks, why)
-            if not call.lost_elsewhere:
-                self._restart_reason = f"not all of them survived the last call: {why}"
-        elif not caller.watcher.loop.has_lost_ranks:  # a signal may reach the ranks after the call, and end them
-            self._restart_reason = CALL_ABORTED if caller.signals.received else LOST_WHILE_IDLE
+    def _note_loss(self, call: Call, reason: str) -> None:
+        if not call.lost_elsewhere:
+            self._loss_reasons |= dict.fromkeys(call.ended_ranks, reason)
 
-    def _diagnose(self, call: Call) -> RunResult[Any]:
+    def diagnose(self, call: Call) -> RunResult[Any]:
         assert call.evidence is not None
         result = diagnose_attempt(call.evidence)
         if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call

@@ -17,9 +17,9 @@ from typing import Any
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.os_support.clock import monotonic
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
-from mpwatch.wire.item_channel import CHUNK_SECONDS
 
 MAX_CHUNKSIZE = 256
+COLLECT_SECONDS = 0.02  # `items` may be slow, and ranks wait
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class ItemQueue:
             chunk.append(self._returned.popleft())
         if chunk or self.is_exhausted:
             return chunk
-        deadline = self._clock() + CHUNK_SECONDS  # `items` may be slow, and ranks wait
+        deadline = self._clock() + COLLECT_SECONDS
         while len(chunk) < self._limit and not self.is_exhausted and self._next_index < end:
             if chunk and self._clock() > deadline:
                 break
@@ -75,10 +75,8 @@ class ItemQueue:
                 chunk.append(Task(index, item))
         return chunk
 
-    def put_back(self, tasks: Sequence[Task], *, singly: bool = False) -> None:
-        for task in reversed(tasks):
-            task.is_single = task.is_single or singly
-            self._returned.appendleft(task)
+    def put_back(self, tasks: Sequence[Task]) -> None:
+        self._returned.extendleft(reversed(tasks))
 
     def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
         """Try a failed item again later if the policy allows it. Raises what `retry_if` raises."""
@@ -90,11 +88,11 @@ class ItemQueue:
         return decision
 
     def enlarge_chunks(self, size: int) -> None:
-        """A rank has done a chunk of this size in less than CHUNK_SECONDS."""
+        """A rank has done all items of a chunk of this size, in about 20 ms at most (worker/item_loop.py)."""
         self._limit = max(self._limit, min(2 * size, self._max_limit))
 
     def shrink_chunks(self, done: int) -> None:
-        """A rank has done so many items of a chunk in CHUNK_SECONDS, and has given back the others."""
+        """A rank has done only so many items of a chunk in this time."""
         self._limit = max(1, done)
 
     @property

@@ -17,10 +17,9 @@ def pack_call(call: FunctionCall) -> Payload:
     return _pack(call, partial(_name_parts, call))
 
 
-def pack_items(items: Mapping[str, Any]) -> Payload:
-    """Pack items of `mpwatch.map`. Raises LaunchError, which names the item that cannot be packed."""
-    call = FunctionCall(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
-    return _pack(call, items.items)
+def pack_items(fn: Callable[..., Any], items: Mapping[str, Any]) -> Payload:
+    """Pack a call with items of `mpwatch.map`. Raises LaunchError, which names the item that cannot be packed."""
+    return _pack(FunctionCall(fn, tuple(items.values()), {}, None), items.items)
 
 
 def _split_call(call: FunctionCall) -> FunctionCall:

@@ -46,7 +46,7 @@ class RankReader:
         call_at: Callable[[float, Callable[[], object]], object],
         wake: Callable[[], object],
         on_stop_request: Callable[[Rank], object],
-        debugger_sockets: deque[tuple[int, int, str]],
+        debugger_sockets: deque[tuple[int, int]],
         list_monitors: Callable[[], Iterable[CollectiveMonitor]],
     ) -> None:
         self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
@@ -91,8 +91,12 @@ class RankReader:
             rank.on_ready(message.body)
             return [m.Ready(number)]
         if message.kind is MessageKind.DEBUGGER:
-            self._debugger_sockets.append((number, message.fd, message.body.decode()))
+            self._debugger_sockets.append((number, message.fd))
             self._wake()
+        elif message.kind is MessageKind.ITEM:
+            if rank.call is not None:
+                rank.call.values.append(message.body if message.file is None else message.file)
+                self._wake()
         elif message.kind is MessageKind.STOP_REQUESTED:
             if rank.call is not None:
                 self._on_stop_request(rank)

@@ -204,7 +204,7 @@ class Watcher:
             self.close()
 
     def _release(self) -> None:
-        for _, fd, _ in self.take_debugger_sockets():
+        for _, fd in self.take_debugger_sockets():
             os.close(fd)
         if self._port_socket is not None:
             self._port_socket.close()
@@ -230,7 +230,7 @@ class Watcher:
                 self._debugger = DebuggerConsole(self)
             return self._debugger
 
-    def take_debugger_sockets(self) -> list[tuple[int, int, str]]:
+    def take_debugger_sockets(self) -> list[tuple[int, int]]:
         sockets = self.loop.debugger_sockets
         return [sockets.popleft() for _ in range(len(sockets))]
 

@@ -4,6 +4,7 @@
        | <----------------- READY ---------------------- |   the rank can be called
        | --- [STARTUP_OUTPUT] -------------------------> |   once, before the first call
        | --- [DESCRIPTORS ...] CALL -------------------> |   one call: see pickling/call_payload.py
+       | <-- [ITEM ...] -------------------------------- |   in a call of `mpwatch.map`: one value for each item
        | <-- RETURNED ---------------------------------- |   the answer, if the function returned
        | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if it raised: see exceptions/encoder.py
        | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception that was just sent
@@ -53,6 +54,7 @@ class MessageKind(enum.IntEnum):
     COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
     CALLED_COLLECTIVES = 15  # the collectives of a failed rank: RankCollectives.to_json(). Sent between FAILING and RAISED
     STOP_REQUESTED = 16
+    ITEM = 17  # as RETURNED
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 

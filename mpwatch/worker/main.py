@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
 _first_excepthook = sys.excepthook  # before any call
+_channel: Channel | None = None  # of this rank
 
 
 def main(launch_info: LaunchInfo) -> None:
@@ -72,7 +73,8 @@ def main(launch_info: LaunchInfo) -> None:
     ready_body = stdio.move_stderr(launch_info.stderr_fd)
     if launch_info.is_captured:
         stdio.flush_at_newline()
-    channel = Channel(launch_info.channel_fd)
+    global _channel
+    channel = _channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
     debugger.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
@@ -250,9 +252,20 @@ def _exit_forked_process(outcome: _Failure | Returned) -> None:
 def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
     stdio.flush_before_answer()
     with closing(value):
-        fd = None if value.file is None else value.file.fileno()
-        if not channel.send(MessageKind.RETURNED, value.body, returned_at, fd=fd):
+        if not _send_packed(channel, MessageKind.RETURNED, value, returned_at):
             _exit_without_channel()
+
+
+def send_item(value: object) -> None:
+    """Send the value of one item of `mpwatch.map`. Raises what `pickle_value` raises."""
+    assert _channel is not None  # this is a rank
+    with closing(pickle_value(value)) as packed:
+        if not _send_packed(_channel, MessageKind.ITEM, packed, monotonic()):
+            _exit_without_channel()
+
+
+def _send_packed(channel: Channel, kind: MessageKind, value: Packed, stamp: float) -> bool:
+    return channel.send(kind, value.body, stamp, fd=None if value.file is None else value.file.fileno())
 
 
 def _send_failure(channel: Channel, failure: _Failure, *, capture_locals: bool) -> None:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 
 import pytest
 
@@ -44,11 +43,3 @@ def test_a_daemonic_process(monkeypatch):
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     remedy = "start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo"
     refuse_all(rf"^this process is daemonic.*{remedy}.*daemon = False before the run$")
-
-
-def test_a_subinterpreter():
-    name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
-    out = python("-c", f"import {name} as i; i.run_string(i.create(), {REFUSED!r})").stdout
-    assert out.startswith(
-        "mpwatch was called in the main thread of a subinterpreter, where no signal can be handled; call it"
-    )

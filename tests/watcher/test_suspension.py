@@ -20,6 +20,7 @@ with mpwatch.WorkerGroup(2, timeout=2.0, heartbeat_timeout=1.0) as group:
     group.run(os.getpid)
     print(*group.run(spin, ({!r},)), flush=True)
 """
+SPIN_IN_MAP = "print(*sorted(mpwatch.map(spin, [{!r}] * 2, 2)), flush=True)"
 CPU_SECONDS = 0.2  # that a process may use from SIGTSTP to its stop
 RESULT = "(0, 0) (1, 0)\n"
 CTRL_Z = b"\x1a"
@@ -101,7 +102,7 @@ def finish(program, gate):
 
 
 @pytest.mark.parametrize(
-    ("call", "rounds"), [(SPIN, 3), (SPIN_IN_GROUP, 3), pytest.param(SPIN, 100, marks=pytest.mark.slow)]
+    ("call", "rounds"), [(SPIN, 3), (SPIN_IN_GROUP, 3), (SPIN_IN_MAP, 3), pytest.param(SPIN, 100, marks=pytest.mark.slow)]
 )
 def test_ranks_and_helpers_stop_and_go_on_with_the_program(start, gate, call, rounds):
     program = start(call)

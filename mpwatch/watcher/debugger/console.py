@@ -47,7 +47,7 @@ class WatchedRanks(Protocol):
     deferred_log: DeferredLog
     output: RankOutput
 
-    def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]: ...
+    def take_debugger_sockets(self) -> Sequence[tuple[int, int]]: ...
     def take_stacks(self, seconds: float | None) -> Stacks: ...
     def suspend_limits(self, *, are_suspended: bool) -> None: ...
 
@@ -152,7 +152,7 @@ class DebuggerConsole:
     def _update(self) -> None:
         """Begin a session with each rank that has sent a socket. Read the messages of all ranks."""
         new = []
-        for rank, fd, _ in self._watcher.take_debugger_sockets():
+        for rank, fd in self._watcher.take_debugger_sockets():
             if rank in self._sessions:  # before the rank was restarted
                 self._sessions[rank].connection.close()
             self._sessions[rank] = RankSession(rank, Connection(fd))

@@ -91,6 +91,12 @@ class ViewDriver:
         if self._due_at < math.inf:
             self._due_at = 0.0
 
+    def show_end(self, attempt: AttemptObservations) -> None:
+        """Show what one of several attempts has ended with."""
+        view = self._view
+        if view is not None:
+            self._guard(lambda: view.show(final_statuses([attempt])))
+
     def close(self, attempts: Iterable[AttemptObservations]) -> None:
         """Show what the attempts have ended with. If Ctrl-C interrupts this, call it again, to restore the terminal."""
         view = self._view

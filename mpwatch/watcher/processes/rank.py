@@ -187,7 +187,7 @@ class Rank:
 
     def _read_returned_file(self, message: Message) -> None:
         """If the rank has sent a return value in a file, read the file at once, so that no descriptor stays open."""
-        if message.kind is MessageKind.RETURNED and not message.body:
+        if message.kind in (MessageKind.RETURNED, MessageKind.ITEM) and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
                 message.file = _read_file(fd)
