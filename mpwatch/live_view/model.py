@@ -45,8 +45,6 @@ class RankRow(StepProgress):
     rank: int
     state: WorkerState
     restart_count: int = 0
-    must_report_step: bool = False
-    """Whether the rank has reported steps before its restart, and no step after its restart."""
     memory: int | None = None
     """In bytes."""
     cpu: float | None = None
@@ -93,16 +91,13 @@ class SnapshotBuilder:
         key = status.node, status.local_rank
         history = self._histories.get(key)
         if history is None or history.pid != status.pid:  # the first status of this process
-            must_report_step = history is not None and history.has_steps
-            history = self._histories[key] = _RankHistory(status.pid, must_report_step=must_report_step)
+            history = self._histories[key] = _RankHistory(status.pid)
         return history
 
 
 class _RankHistory:
-    def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
+    def __init__(self, pid: int | None) -> None:
         self.pid = pid
-        self.has_steps = must_report_step  # whether this process or an earlier process of the rank has reported a step
-        self._must_report_step = must_report_step
         self._steps = RateEstimator(RATE_SECONDS)
         self._cpu = RateEstimator(CPU_SECONDS)
         self._memory: int | None = None
@@ -111,7 +106,6 @@ class _RankHistory:
         report = status.report
         if report is not None and report.step is not None:
             self._steps.add(report.at, report.step)
-            self.has_steps, self._must_report_step = True, False
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
         self._memory = status.memory or self._memory  # it is 0 for a dead process
@@ -121,7 +115,6 @@ class _RankHistory:
             rank=status.rank,
             state=status.state,
             restart_count=status.restart_count,
-            must_report_step=self._must_report_step,
             step=report.step if report is not None else None,
             total=report.total if report is not None else None,
             rate=self._steps.rate(status.seen_at) if is_running else None,
@@ -166,8 +159,6 @@ def _find_overall_progress(rows: Sequence[RankRow]) -> StepProgress:
         for name, value in row.metrics.items():
             values.setdefault(name, []).append(value)
     metrics = {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-    # After a restart the progress is not known until each restarted rank has reported a step again.
-    are_missing = any(row.must_report_step and (row.state is WorkerState.INIT or row.state.is_running) for row in rows)
-    if slowest is None or are_missing:
+    if slowest is None:
         return StepProgress(metrics=metrics)
     return StepProgress(step=slowest.step, total=slowest.total, rate=slowest.rate, metrics=metrics)

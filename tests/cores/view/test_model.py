@@ -13,7 +13,7 @@ from mpwatch.live_view import formatting
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.model import SnapshotBuilder
 from mpwatch.live_view.notebook import render_html
-from mpwatch.live_view.rich_rows import RichRenderer
+from mpwatch.live_view.rich_rows import render
 from mpwatch.results.rank_status import RankReport, RankStatus
 
 MB = 1_000_000
@@ -103,16 +103,6 @@ def test_the_overall_line(line, statuses):
     assert formatting.format_overall(snapshot_of(*statuses)) == line
 
 
-def test_progress_after_a_restart_is_unknown_until_the_rank_reports():
-    builder = SnapshotBuilder()
-    done = status(0, 100, **DONE)
-    builder.update([done, status(1, 60)])
-    for state in (WorkerState.INIT, WorkerState.HEALTHY):
-        assert builder.update([done, status(1, pid=7, state=state)]).overall.step is None
-    assert builder.update([done, status(1, 40, pid=7)]).overall.step == 40
-    assert builder.update([done, status(1, pid=8, state=WorkerState.FAILED)]).overall.step == 100
-
-
 def test_more_than_sixteen_ranks_are_summarized():
     assert not formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(16))))
     assert formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(17))))
@@ -140,7 +130,7 @@ def test_a_table_for_a_notebook():
 
 
 def render_lines(*statuses, columns=100, rows=40, encoding="utf-8"):
-    lines = RichRenderer(encoding).render(snapshot_of(*statuses), columns, rows)
+    lines = render(snapshot_of(*statuses), columns, rows, encoding)
     return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in lines]
 
 
