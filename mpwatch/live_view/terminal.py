@@ -13,7 +13,6 @@ from mpwatch.live_view.model import Snapshot
 from mpwatch.live_view.rich_rows import render
 from mpwatch.live_view.scroll_region import ScrollRegion, go_to_line_start
 from mpwatch.live_view.tty import is_foreground, is_writable
-from mpwatch.os_support.descriptors import write_all
 
 WRITE_SECONDS = 1.0  # if the terminal takes no output for this time, nothing is written
 
@@ -59,4 +58,4 @@ class TerminalDisplay:
 
     def _write(self, text: str) -> None:
         if text and is_writable(self._fd, WRITE_SECONDS):
-            write_all(self._fd, text.encode(self._encoding, errors="replace"))
+            os.write(self._fd, text.encode(self._encoding, errors="replace"))

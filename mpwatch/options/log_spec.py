@@ -6,7 +6,6 @@ import string
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, auto
 from typing import IO, Any, Literal
@@ -106,10 +105,7 @@ class LogSpec:
 
     def with_absolute_dir(self) -> "LogSpec":
         """Return this LogSpec with an absolute `dir`, so that a later chdir() does not move the files."""
-        # FileNotFoundError: the current folder was deleted. The error is reported when the first file is opened.
-        with suppress(FileNotFoundError):
-            return self if self.dir is None else replace(self, dir=os.path.abspath(self.dir))
-        return self
+        return self if self.dir is None else replace(self, dir=os.path.abspath(self.dir))
 
     def folder_of_run(self, run_id: str) -> str:
         """Return the path of the folder for the log files of a run, or "" if this LogSpec has no folder."""
