@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 
 from mpwatch.live_view.model import RankRow, Snapshot, StepProgress
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.model import WorkerState
-from mpwatch.results.to_json import encodable
 
 MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
 MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them
@@ -23,7 +24,6 @@ STATE_TEXTS = {
 UNKNOWN = "–"  # noqa: RUF001  a dash
 UNITS = ("kB", "MB", "GB", "TB")
 HUNDRED, THOUSAND, MILLION = 100, 1000, 1_000_000
-TIMES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
@@ -96,13 +96,10 @@ def _format_counts(snapshot: Snapshot) -> str:
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
-    shown = [f"{_clean_name(name)} {_format_number(value)}" for name, value in list(metrics.items())[:MAX_METRICS]]
+    shown = [
+        f"{clean_line(name)[:MAX_NAME_CHARS]} {_format_number(value)}" for name, value in list(metrics.items())[:MAX_METRICS]
+    ]
     return ", ".join([*shown, "…"] if len(metrics) > MAX_METRICS else shown)
-
-
-def _clean_name(name: str) -> str:
-    printable = "".join(c if c.isprintable() else "?" for c in encodable(name))
-    return printable if len(printable) <= MAX_NAME_CHARS else printable[: MAX_NAME_CHARS - 1] + "…"
 
 
 def _format_step(row: StepProgress) -> str:
@@ -129,11 +126,4 @@ def _format_bytes(count: int) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
-    if seconds < 60:  # noqa: PLR2004
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004
-    whole, parts = round(seconds), list[str]()
-    for size, name in TIMES:
-        count, whole = divmod(whole, size)
-        if count or parts:
-            parts.append(f"{count} {name}" if count else "")
-    return " ".join(filter(None, parts[:2]))
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))  # noqa: PLR2004

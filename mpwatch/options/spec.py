@@ -131,6 +131,13 @@ class GroupSpec:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    def _check_scope(self, what: str) -> None:
+        if self.policy.scope == "worker" and self.torch_backend.name is not None:
+            raise ValueError(
+                f"{what} is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a process "
+                "group, in which ranks wait for each other, and which a restarted rank cannot join; leave out one of the two"
+            )
+
     @property
     def torch_backend(self) -> Backend:
         assert isinstance(self.backend, Backend)  # see __post_init__
@@ -196,11 +203,7 @@ class PersistentGroupSpec(GroupSpec):
         self._set("preload", _check_preload(self.preload))
         if self.stop_policy.after is not None:
             raise ValueError("stop=StopPolicy(after=...) is for a run; a WorkerGroup has no time at which it begins")
-        if self.policy.scope == "worker" and self.torch_backend.name is not None:
-            raise ValueError(
-                f"scope='worker' is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a "
-                "process group, which a restarted rank cannot join; leave out one of the two"
-            )
+        self._check_scope("scope='worker'")
 
     @property
     def policy(self) -> RestartPolicy:
@@ -235,19 +238,10 @@ class WorkerSpec(GroupSpec, Generic[T]):
         check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)
         check_flag("keep_going", self.keep_going)
         self._set("max_restarts", as_restart_policy(self.max_restarts))
-        self._check_policy()
-
-    def _check_policy(self) -> None:
-        if self.policy.scope == "group":
-            _check_rendezvous(self.rendezvous)
-            return
+        _check_rendezvous(self.rendezvous)
         what = "keep_going=True" if self.keep_going else "RestartPolicy(scope='worker')"
-        if self.torch_backend.name is not None:
-            raise ValueError(
-                f"{what} is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a process "
-                "group, in which ranks wait for each other, and which a restarted rank cannot join; leave out one of the two"
-            )
-        if self.rendezvous is not None:
+        self._check_scope(what)
+        if self.policy.scope == "worker" and self.rendezvous is not None:
             raise ValueError(f"{what} works on one machine only; on several nodes all ranks are restarted together")
 
     @property

@@ -13,7 +13,6 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
 from html import escape
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 import mpwatch
-from mpwatch.integrations.ipython.rank_cell import Cell, CellValue, run_cell
+from mpwatch.integrations.ipython.rank_cell import Cell, run_cell
 
 NAMES = re.compile(r"[^\W\d]\w*(,[^\W\d]\w*)*")
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -41,27 +40,8 @@ def unregister(shell: InteractiveShell) -> None:
         magic.pop("ranks", None)
 
 
-class RankValues(Mapping[int, Any]):
-    """A mapping from each rank to the value of a cell's last expression. A notebook shows the text of each value in a table.
-
-    `values[rank]` can be a number, a text, or a list, tuple, set or dict of at most 1000 numbers and texts. Any other value,
-    such as a tensor, stays in its rank, and `values[rank]` raises LookupError.
-    """
-
-    def __init__(self, values: Mapping[int, CellValue]) -> None:
-        self._values = values
-
-    def __getitem__(self, rank: int) -> Any:
-        found = self._values[rank]
-        if not found.is_copied:
-            raise LookupError(f"the value of rank {rank} stays in the rank: give it a name, and add --pull NAME to %%ranks")
-        return found.copy
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+class RankValues(dict[int, str]):
+    """The text of the value of a cell's last expression, by rank. A notebook shows it as a table."""
 
     def __repr__(self) -> str:
         return "\n".join(f"{_format_ranks(ranks)}: {text}" for text, ranks in self._group().items())
@@ -77,8 +57,8 @@ class RankValues(Mapping[int, Any]):
     def _group(self) -> dict[str, list[int]]:
         """Group the ranks by the texts of their values. The keys of the returned dict are these texts."""
         groups: dict[str, list[int]] = {}
-        for rank, value in self._values.items():
-            groups.setdefault(value.text, []).append(rank)
+        for rank, text in self.items():
+            groups.setdefault(text, []).append(rank)
         return groups
 
 

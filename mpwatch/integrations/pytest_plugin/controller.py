@@ -5,7 +5,7 @@ have the same options share one `ModuleGroup`. The module `rank_session` has the
 """
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ import pytest
 from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
 from mpwatch.integrations.pytest_plugin.names import MARK
 from mpwatch.integrations.pytest_plugin.rank_session import (
-    PassedTestData,
     SessionConfig,
     TestRequest,
     end_session,
@@ -31,7 +30,6 @@ T = TypeVar("T")
 SHARED_FIXTURES = ("tmp_path",)  # set up in this process, and sent to all ranks
 TMP_PATH_FACTORY = "tmp_path_factory"  # pytest keeps its folders for some time after the tests
 STALL_SECONDS = 5.0  # for ranks that do not meet in a collective: steps of tests are shorter than those of trainings
-RESERVED_OPTIONS = ("check", "logs", "progress")  # options of WorkerGroup that the plugin sets itself
 PLAIN_TYPES = str | int | float | bool | None
 SKIP_OR_XFAIL = (pytest.skip.Exception, pytest.xfail.Exception)
 DEBUGGER_PLUGIN = "pdbinvoke"  # the plugin of pytest that opens pdb after a failure
@@ -74,14 +72,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
     """The mark of the test itself has priority over those of its class and module."""
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
-        if len(mark.args) > 1:
-            _fail_bad_mark(f"it takes one positional argument, nprocs, but has {len(mark.args)}: {mark.args!r}")
-        if mark.args and "nprocs" in mark.kwargs:
-            _fail_bad_mark(f"it has nprocs twice: {mark.args[0]!r} and {mark.kwargs['nprocs']!r}")
         options.update(zip(("nprocs",), mark.args, strict=False), **mark.kwargs)
-    for name in RESERVED_OPTIONS:
-        if name in options:
-            _fail_bad_mark(f"the plugin sets the option {name!r} itself; omit it")
     return options
 
 
@@ -125,7 +116,7 @@ class ModuleGroup:
             _fail_without_traceback(str(error))
 
     def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
-        """Run the test in all ranks, and add its output, warnings and properties to pytest's report. Return failures."""
+        """Run the test in all ranks, and add its output to pytest's report. Return failures."""
         __tracebackhide__ = True
         next_item = item.stash.get(NEXT_ITEM, None)
         request = TestRequest(
@@ -141,7 +132,6 @@ class ModuleGroup:
             self._last_timeout = timeout
         self._add_report_sections(item, "call", result)
         if failure is None:
-            _report_passed_data(item, list(result))
             return []
         # The next call gets a new process group, and fixtures may have references to the old process group.
         teardown_result, later = self._call_if_healthy(tear_down_fixtures)
@@ -229,15 +219,6 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
         yield
     finally:
         capture.resume()
-
-
-def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
-    for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
-        arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
-        item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
-    for data in data_of_ranks:
-        item.user_properties += [value for value in data.properties if value not in item.user_properties]
 
 
 def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_the_row_of_a_rank():
 def test_names_of_metrics_are_escaped():
     names = {"\x1b[2Jloss\n": 1.0, "[red]": 2.0, "<b>": 3.0, "\ud800": 4.0, "x" * 100: 5.0, "sixth": 6.0, "seventh": 7.0}
     seen = status(step=1, metrics=names)
-    assert row_cells(seen)[4] == f"?[2Jloss? 1, [red] 2, <b> 3, \\ud800 4, {'x' * 39}… 5, sixth 6, …"
+    assert row_cells(seen)[4] == rf"\x1b[2Jloss\n 1, [red] 2, <b> 3, \ud800 4, {'x' * 40} 5, sixth 6, …"
     html = render_html(snapshot_of(seen))
     assert ("&lt;b&gt; 3" in html, "<b> 3" in html) == (True, False)
 
