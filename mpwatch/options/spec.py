@@ -235,7 +235,8 @@ class WorkerSpec(GroupSpec, Generic[T]):
         super().__post_init__()
         self._set("args", tuple(self.args))
         self._set("kwargs", dict(self.kwargs or {}))
-        check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)
+        if not self.is_multi_node:  # there the number of ranks is not known yet, and each rank checks it
+            check_per_rank(self.args, self.kwargs or {}, int(self.nprocs))
         check_flag("keep_going", self.keep_going)
         self._set("max_restarts", as_restart_policy(self.max_restarts))
         _check_rendezvous(self.rendezvous)
@@ -343,13 +344,9 @@ def _check_kwargs(kwargs: object) -> Mapping[str, Any]:
 
 
 def _check_preload(preload: object) -> tuple[str, ...]:
-    if (
-        isinstance(preload, Sequence)
-        and not isinstance(preload, str)
-        and all(isinstance(name, str) and name for name in preload)
-    ):
-        return tuple(preload)
-    raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+    if not isinstance(preload, Sequence) or isinstance(preload, str):
+        raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+    return tuple(preload)
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:

@@ -118,7 +118,7 @@ def test_the_group(kernel):
     for line, text in {
         "4": "the ranks have nprocs=3, not 4. To keep them, leave nprocs out. For new ranks, end these with %ranks --close",
         "--close": "%%ranks --close would not run this cell; write %ranks --close in a line of its own",
-        "--push 'a b'": "--push needs names of variables",
+        "--push 'a b'": "--push a b: there is no variable 'a b' here",
     }.items():
         assert error(kernel.run(f"%%ranks {line}\nrank")).startswith(f"UsageError: {text}"), line
 

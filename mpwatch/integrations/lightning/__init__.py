@@ -78,8 +78,8 @@ def watched(strategy: S, *, run: RunOnNodes | None = None, **options: Any) -> S:
 
     Raises:
         TypeError: the strategy has another class, or an option does not exist.
-        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Trainer and Fabric
-            raise ValueError if they are made for more than one node and `run` is None.
+        ValueError: the strategy belongs to a Trainer or Fabric already. Trainer and Fabric raise TypeError or ValueError if
+            an option has a bad value, or if they are made for more than one node and `run` is None.
     """
     target: Any = strategy
     launchers = _import_launchers(target)
@@ -88,9 +88,8 @@ def watched(strategy: S, *, run: RunOnNodes | None = None, **options: Any) -> S:
             "the strategy belongs to a Trainer or Fabric already, which has chosen a launcher; "
             "pass it a new one: Trainer(strategy=watched(DDPStrategy()))"
         )
-    _check_options(options)
-    if run is not None and not callable(run):
-        raise TypeError(f"run must be a function such as mpwatch.integrations.ray.run, not {run!r:.200}")
+    for name in sorted(options.keys() - OPTIONS):
+        raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
     target._configure_launcher = _LauncherFactory(target, options, launchers, run)
     return strategy
 
@@ -105,18 +104,6 @@ def _import_launchers(strategy: Any) -> ModuleType:
             f"watched(DDPStrategy()), not {strategy!r:.200}"
         )
     return import_module(module.removesuffix("parallel") + "launchers.multiprocessing")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    for name in sorted(options.keys() - OPTIONS):
-        raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
-    # `logs` may name ranks. _LauncherFactory checks it, when the number of ranks is known.
-    spec = mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=1, **{**options, "logs": None})
-    if spec.policy.scope == "worker":
-        raise ValueError(
-            "RestartPolicy has scope='worker', or keep_going=True is set, but a rank that is replaced cannot join "
-            "Lightning's process group; use scope='group'"
-        )
 
 
 class _LauncherFactory:
@@ -140,7 +127,8 @@ class _LauncherFactory:
                 f"watched() starts ranks on one machine, but num_nodes={strategy.num_nodes}; use what starts nodes, as in "
                 "watched(DDPStrategy(), run=mpwatch.integrations.ray.run), or use torchrun"
             )
-        mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=strategy.num_processes, **options)  # checks the ranks named in `logs`
+        if mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=strategy.num_processes, **options).policy.scope == "worker":
+            raise ValueError("a rank that is restarted alone cannot join Lightning's process group; use scope='group'")
         # Fabric refuses launch() without a function if its launcher is of this class.
         launchers._MultiProcessingLauncher.register(_Launcher)
         launcher_class = _TrainerLauncher if hasattr(launchers, "TrainerState") else _Launcher
