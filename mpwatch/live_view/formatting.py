@@ -22,8 +22,8 @@ STATE_TEXTS = {
     WorkerState.STOPPED: "stopped",
 }
 UNKNOWN = "–"  # noqa: RUF001  a dash
-UNITS = ("kB", "MB", "GB", "TB")
-HUNDRED, THOUSAND, MILLION = 100, 1000, 1_000_000
+HUNDRED, MILLION = 100, 1_000_000
+MB, GB = 1_000_000, 1_000_000_000
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
@@ -119,10 +119,7 @@ def _format_percent(fraction: float) -> str:
 
 
 def _format_bytes(count: int) -> str:
-    number, unit = count / THOUSAND, 0
-    while number >= THOUSAND and unit + 1 < len(UNITS):
-        number, unit = number / THOUSAND, unit + 1
-    return f"{_format_number(number)} {UNITS[unit]}"
+    return f"{_format_number(count / GB)} GB" if count >= GB else f"{_format_number(count / MB)} MB"
 
 
 def _format_seconds(seconds: float) -> str:

@@ -54,8 +54,5 @@ def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
 
 
 def _format(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001  the cell does not fail if its value has no text
-        text = f"<{type(value).__name__}, whose repr() raises {type(error).__name__}: {error}>"
+    text = repr(value)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ... ({len(text)} characters)"

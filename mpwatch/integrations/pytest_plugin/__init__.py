@@ -5,7 +5,7 @@
         ...
 
 pytest loads the plugin through an entry point of mpwatch. If no test has the mark `mpwatch`, the plugin changes nothing, and
-imports only its modules `__init__` and `names`.
+imports only this module.
 
     pytest (the watcher process)      each rank
     ────────────────────────────      ─────────
@@ -24,7 +24,8 @@ imports only its modules `__init__` and `names`.
 
 import pytest
 
-from mpwatch.integrations.pytest_plugin.names import MARK, RANK_KEY
+MARK = "mpwatch"
+RANK_KEY = "mpwatch_rank"  # a key in the `workerinput` of a pytest configuration, in ranks only
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -61,13 +61,13 @@ def test_a_rate_is_the_mean_of_ten_seconds_by_the_times_of_the_reports(reports, 
 
 def test_the_row_of_a_rank():
     # the cells: rank, state, step, steps/s, metrics, memory, CPU, heartbeat
-    started = status(memory=5000, cpu_seconds=10.0, heartbeat_at=0.0)
+    started = status(memory=5 * MB, cpu_seconds=10.0, heartbeat_at=0.0)
     late = {"state": WorkerState.UNHEALTHY, "cpu_seconds": 13.0, "memory": 1500 * MB, "heartbeat_at": 1.0}
     later = status(step=7, total=None, now=2.0, restart_count=2, **late)
     assert row_cells(status()) == ("0", "running", DASH, DASH, "", DASH, DASH, DASH)
     assert row_cells(started, later) == ("0", "late, restart 2", "7", DASH, "", "1.5 GB", "150 %", "1.0 s ago")
     ended = status(now=3.0, heartbeat_at=0.0, state=WorkerState.SUCCEEDED)
-    assert row_cells(started, ended) == ("0", "returned", DASH, DASH, "", "5 kB", DASH, DASH)
+    assert row_cells(started, ended) == ("0", "returned", DASH, DASH, "", "5 MB", DASH, DASH)
 
 
 def test_names_of_metrics_are_escaped():
