@@ -1,6 +1,6 @@
 """`write_chrome_trace` writes timelines in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A run is a process there, and each rank is a thread, with a second one if its collectives were recorded.
+A run is a process there, and each rank is a thread.
 """
 
 import os
@@ -53,10 +53,7 @@ def _draw(run: Timeline, pid: int, zero: float) -> Iterator[dict[str, Any]]:
 
     what = (run.started.fn or "WorkerGroup") + f" on {run.started.hostname}" if run.started is not None else "run"
     yield entry(1, "M", "process_name", {"name": f"{what} ({run.run_id})"})
-    lanes = [("group", run.states)]
-    for rank in sorted(run.lanes.keys() | run.collectives.keys()):
-        lanes += [(f"rank {rank}", run.lanes[rank])] if rank in run.lanes else []
-        lanes += [(f"rank {rank}: collectives", run.collectives[rank])] if rank in run.collectives else []
+    lanes = [("group", run.states), *((f"rank {rank}", lane) for rank, lane in sorted(run.lanes.items()))]
     for tid, (name, lane) in enumerate(lanes, 1):  # not from 0, which some viewers show as the kernel's idle thread
         yield entry(tid, "M", "thread_name", {"name": name})
         yield entry(tid, "M", "thread_sort_index", {"sort_index": tid})

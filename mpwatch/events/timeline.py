@@ -26,7 +26,6 @@ from mpwatch.events.types import (
     WorkerStopped,
     WorkerSucceeded,
 )
-from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind
 
 UNFINISHED = "unfinished"
@@ -96,7 +95,7 @@ class Lane:
                 self.end(at)
                 self.begin("restart", "waiting to be restarted", at, delay=event.delay)
                 self.call = call_name
-        if isinstance(event, HeartbeatLate | WorkerFailed | WorkerExited):
+        if isinstance(event, HeartbeatLate | WorkerFailed | WorkerExited | CollectivesRecorded):
             self.marks.append(event)
 
     def _begin_call(self, at: float) -> None:
@@ -123,7 +122,6 @@ class Timeline:
     states: Lane = field(default_factory=Lane)
     """The states of the run. Its marks are events that concern all ranks."""
     lanes: dict[int, Lane] = field(default_factory=dict)
-    collectives: dict[int, Lane] = field(default_factory=dict)
     calls: int = 0
 
     def add(self, event: Event) -> None:
@@ -134,8 +132,6 @@ class Timeline:
             case StateChanged():
                 self.states.end(event.monotonic)
                 self.states.begin("state", event.after.name, event.monotonic)
-            case CollectivesRecorded():
-                self._add_collectives(event)
             case RunEnded() | Stopping():
                 self.states.marks.append(event)
             case _:
@@ -145,15 +141,6 @@ class Timeline:
                     self.lanes.setdefault(rank, Lane()).add(event, name if self.calls else "")
         if isinstance(event, Restarting | RendezvousCompleted):
             self.states.marks.append(event)
-
-    def _add_collectives(self, event: CollectivesRecorded) -> None:
-        """A collective in which the rank waits is a span. A completed one has no length: torch does not record its end."""
-        lane = self.collectives.setdefault(event.ranks[0], Lane())
-        for call in event.collectives:
-            called = event.monotonic - call.seconds
-            end = event.monotonic if call.state is CollectiveState.WAITING else called
-            args = {"group": call.group_title, "tensors": call.tensors, "place": call.place, "attempt": event.attempt}
-            lane.spans.append(Span("collective", call.title, called, end, args=args))
 
 
 def timelines(events: Iterable[Event]) -> list[Timeline]:

@@ -36,11 +36,11 @@ def select_display(*, allow_lines: bool) -> "Display | None":
     terminal = find_terminal()
     if terminal is not None:
         try:
-            from mpwatch.live_view.terminal import TerminalDisplay, is_terminal_free
+            from mpwatch.live_view.terminal import TerminalDisplay
         except ImportError:  # rich is not installed
             allow_lines = True
         else:
-            if is_terminal_free():
+            if not TerminalDisplay.is_in_use:
                 return TerminalDisplay(terminal)
     if allow_lines and sys.stderr is not None:
         from mpwatch.live_view.line_display import LineDisplay

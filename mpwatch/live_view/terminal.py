@@ -4,9 +4,7 @@ It reads nothing from the terminal, installs no signal handler, and writes nothi
 """
 
 import os
-import weakref
-from collections.abc import Callable
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot
@@ -16,24 +14,17 @@ from mpwatch.live_view.tty import is_foreground, is_writable
 
 WRITE_SECONDS = 1.0  # if the terminal takes no output for this time, nothing is written
 
-_latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  weak reference to the last display made
-
-
-def is_terminal_free() -> bool:
-    latest = _latest()
-    return latest is None or latest.is_closed
-
 
 class TerminalDisplay:
     period = 0.25
+    is_in_use: ClassVar = False
+    """Whether a view is in the terminal, which has room for one."""
 
     def __init__(self, terminal: TextIO) -> None:
-        global _latest
         self._fd = terminal.fileno()
         self._encoding = getattr(terminal, "encoding", None) or "utf-8"  # a stream object of the user may have none
         self._region = ScrollRegion()
-        self._was_drawn = self.is_closed = False
-        _latest = weakref.ref(self)
+        self._was_drawn, TerminalDisplay.is_in_use = False, True
 
     def show(self, snapshot: Snapshot) -> None:
         if not is_foreground(self._fd):
@@ -54,7 +45,7 @@ class TerminalDisplay:
             columns, _ = os.get_terminal_size(self._fd)
             text += f"{go_to_line_start(columns)}mpwatch: {format_overall(snapshot)}\r\n"
         self._write(text)
-        self._was_drawn, self.is_closed = False, True
+        self._was_drawn = TerminalDisplay.is_in_use = False
 
     def _write(self, text: str) -> None:
         if text and is_writable(self._fd, WRITE_SECONDS):

@@ -261,19 +261,21 @@ COLLECTIVE = Collective(name="broadcast", sequence=1, state=CollectiveState.COMP
 WAITING = Collective(name="all_reduce", sequence=2, state=CollectiveState.WAITING, seconds=0.75, place="x", **CALLED)
 
 
-def test_the_collectives_of_a_rank_are_a_lane_of_their_own(tmp_path):
+def test_the_collectives_of_a_rank_are_at_the_mark_of_their_recording(tmp_path):
     history = EventHistory().start_and_call().fail_rank_1(after=2.0)
     history.add(CollectivesRecorded, 2.0, (0,), collectives=(COLLECTIVE, WAITING))
-    lines = write_trace(tmp_path, history.events)
-    assert name_lanes(lines) == {1: "group", 2: "rank 0", 3: "rank 0: collectives", 4: "rank 1"}
-    assert find_spans(lines, 3) == [("broadcast #1", 1_000_000, 1_000_000), ("all_reduce #2", 1_250_000, 2_000_000)]
-    (span,) = (line for line in lines if line["name"] == "all_reduce #2")
-    assert {"group": "default group", "place": "x", "attempt": 0}.items() <= span["args"].items()
+    (mark,) = (line for line in write_trace(tmp_path, history.events) if line.get("cat") == "collectives_recorded")
+    assert (mark["tid"], mark["ts"]) == (2, 2_000_000)
+    assert [(call["name"], call["place"]) for call in mark["args"]["collectives"]] == [
+        ("broadcast", ""),
+        ("all_reduce", "x"),
+    ]
 
 
 AT = {"run_id": "a1b2c3d4e5", "ranks": (0, 1), "time": START, "monotonic": START}
 SOME_EVENTS = [
     *(restarted_run() + failed_run() + moved_node_run()),
+    CollectivesRecorded(collectives=(COLLECTIVE, WAITING), **AT),
     Progressed(step=3, total=None, metrics={"loss": math.inf}, **AT),
     Stopping(stop_cause="SIGUSR1", after_step=None, **AT),
 ]
@@ -289,7 +291,7 @@ def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
 
 
 def test_each_type_of_event_is_drawn():
-    assert {type(event) for event in SOME_EVENTS} | {CollectivesRecorded} == set(Event.__subclasses__())
+    assert {type(event) for event in SOME_EVENTS} == set(Event.__subclasses__())
 
 
 def test_the_error_without_events_says_how_to_collect_them(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import pytest
 
@@ -26,7 +26,6 @@ from mpwatch.integrations.pytest_plugin.rank_session import (
     tear_down_fixtures,
 )
 
-T = TypeVar("T")
 SHARED_FIXTURES = ("tmp_path",)  # set up in this process, and sent to all ranks
 TMP_PATH_FACTORY = "tmp_path_factory"  # pytest keeps its folders for some time after the tests
 STALL_SECONDS = 5.0  # for ranks that do not meet in a collective: steps of tests are shorter than those of trainings
@@ -115,8 +114,8 @@ class ModuleGroup:
         except LaunchError as error:
             _fail_without_traceback(str(error))
 
-    def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
-        """Run the test in all ranks, and add its output to pytest's report. Return failures."""
+    def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunResult[Any]]:
+        """Run the test in all ranks, and add its output to pytest's report. Return the results of failed calls."""
         __tracebackhide__ = True
         next_item = item.stash.get(NEXT_ITEM, None)
         request = TestRequest(
@@ -124,45 +123,41 @@ class ModuleGroup:
             next_name=get_name_in_module(next_item) if next_item and get_module(next_item) is get_module(item) else None,
             shared_fixtures={name: value for name, value in _get_fixture_values(item).items() if name in SHARED_FIXTURES},
         )
-        result: RunResult[Any]
-        result, failure = self._call(partial(prepare_session, self._session_config))
-        if failure is None:
+        result = self._call(partial(prepare_session, self._session_config))
+        if not _has_failed(result):
             with _terminal_input(item.config):
-                result, failure = self._call(partial(run_item, self._session_config, request), timeout)
+                result = self._call(partial(run_item, self._session_config, request), timeout)
             self._last_timeout = timeout
         self._add_report_sections(item, "call", result)
-        if failure is None:
+        if not _has_failed(result):
             return []
         # The next call gets a new process group, and fixtures may have references to the old process group.
-        teardown_result, later = self._call_if_healthy(tear_down_fixtures)
-        if teardown_result is not None:
-            self._add_report_sections(item, "teardown", teardown_result)
-        return [failure, *later]
+        later = self._call_if_healthy(tear_down_fixtures)
+        for each in later:
+            self._add_report_sections(item, "teardown", each)
+        return [result, *filter(_has_failed, later)]
 
-    def close(self) -> list[RunFailedError]:
-        """Tear down the remaining fixtures, and end the ranks. Return the failures of the fixtures."""
+    def close(self) -> list[RunResult[Any]]:
+        """Tear down the remaining fixtures, and end the ranks. Return the results of failed calls."""
         __tracebackhide__ = True
         with self._group:
-            result, failures = self._call_if_healthy(end_session)
-        if result is not None:
+            results = self._call_if_healthy(end_session)
+        for result in results:
             for title, text in self._read_new_output(result):
                 sys.stdout.write(f"{title}:\n{text}")
-        return failures
+        return [*filter(_has_failed, results)]
 
-    def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
+    def _call_if_healthy(self, fn: Callable[[], None]) -> list[RunResult[Any]]:
         """If the WorkerGroup is healthy, call `fn` in all ranks, with the timeout that the last test had."""
         __tracebackhide__ = True
-        if self._group.state is not WorkerState.HEALTHY:
-            return None, []
-        result, failure = self._call(fn, self._last_timeout)
-        return result, [] if failure is None else [failure]
+        return [self._call(fn, self._last_timeout)] if self._group.state is WorkerState.HEALTHY else []
 
-    def _call(self, fn: Callable[[], T], timeout: float | None = None) -> tuple[RunResult[T], RunFailedError | None]:
+    def _call(self, fn: Callable[[], None], timeout: float | None = None) -> RunResult[Any]:
         __tracebackhide__ = True
         try:
-            return self._group.run(fn, timeout=timeout), None
+            return self._group.run(fn, timeout=timeout)
         except RunFailedError as error:
-            return error.result, error
+            return error.result
         except (TypeError, ValueError) as error:  # the timeout is bad, as the user chooses no other argument
             _fail_bad_mark(str(error))
         except LaunchError as error:
@@ -225,33 +220,38 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
     return getattr(item, "funcargs", {})
 
 
-def _raise_failure(*failures: RunFailedError) -> None:
+def _has_failed(result: RunResult[Any]) -> bool:
+    return result.state is not WorkerState.SUCCEEDED
+
+
+def _raise_failure(*failed: RunResult[Any]) -> None:
     """Raise the exception of the rank that failed first, with notes about other ranks and later failures."""
     __tracebackhide__ = True
-    if not failures:
+    if not failed:
         return
-    causes = [(failure, _find_cause(failure)) for failure in failures]
-    failure, cause = next((each for each in causes if not _is_skip_or_xfail(each[1])), causes[0])
-    later = [f"later, when fixtures were torn down: {other}" for other in failures[failures.index(failure) + 1 :]]
+    causes = [_find_cause(result) for result in failed]
+    first = next((n for n, cause in enumerate(causes) if not _is_skip_or_xfail(cause)), 0)
+    result, cause = failed[first], causes[first]
+    later = [f"later, when fixtures were torn down: {RunFailedError(each)}" for each in failed[first + 1 :]]
     if cause is None or cause.exception is None:  # a rank died, or the timeout expired
-        _fail_without_traceback("\n".join([str(failure), *later]))
+        _fail_without_traceback("\n".join([str(RunFailedError(result)), *later]))
     error = cause.exception
     if _is_skip_or_xfail(cause):
         raise error
-    others = failure.result.fates if cause is failure.root_cause else [failure.result.verdict]
-    notes = [f"in rank {cause.rank} of {len(failure.result.workers)}", *(f"  {line}" for line in others), *later]
+    others = result.fates if cause is result.root_cause else [result.verdict]
+    notes = [f"in rank {cause.rank} of {len(result.workers)}", *(f"  {line}" for line in others), *later]
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # pytest shows no notes of such an exception
         _fail_without_traceback("\n".join([str(error), *notes]))
     error.add_note("\n".join(notes))
     raise error
 
 
-def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
+def _find_cause(result: RunResult[Any]) -> ProcessFailure | None:
     """Return the root cause, or an unexpected failure of another rank if that is a skip or an expected failure."""
-    root_cause = failure.root_cause
+    root_cause = result.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
-    others = failure.result.failures.values()
+    others = result.failures.values()
     return next((other for other in others if not other.is_secondary and not _is_skip_or_xfail(other)), root_cause)
 
 
