@@ -45,8 +45,8 @@ def watched(strategy: S, *, run: RunOnNodes | None = None, **options: Any) -> S:
     `Fabric.launch` raises `mpwatch.RunFailedError`.
 
     Lightning calls the `setup` of a callback only in the ranks. If `load_state_dict` of a callback needs an attribute that
-    `setup` creates, `load_state_dict` raises an exception in the caller. If `load_state_dict` of a callback or of the
-    caller's module raises an exception, mpwatch issues a warning that names the error, and copies all other state.
+    `setup` creates, `load_state_dict` raises an exception in the caller. If `state_dict` or `load_state_dict` of a callback
+    or of the caller's module raises an exception, mpwatch issues a warning that names it, and copies all other state.
 
     Lightning's own spawning strategies have the same limits:
 

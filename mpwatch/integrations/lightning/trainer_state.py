@@ -4,7 +4,6 @@ This module does not import Lightning, and uses private names of Lightning only 
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,7 +30,7 @@ class TrainerState:
     def collect(cls, trainer: Any, value: Any) -> Self:
         """Collect the state of the trainer. All ranks must call this method, because it gathers sharded weights."""
         is_fit = trainer.state.fn == "fit"
-        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+        states = {callback.state_key: _try(callback.state_dict) or {} for callback in trainer.callbacks}
         if not is_fit:  # only `fit` decides where checkpoints go
             states = {key: state for key, state in states.items() if not state.keys() & set(CHECKPOINT_PATHS)}
         return cls(
@@ -59,7 +58,7 @@ class TrainerState:
         for callback in trainer.callbacks:  # the trainers of the ranks may have had others
             if state := self.callback_states.get(callback.state_key):
                 vars(callback).update({name: state[name] for name in CHECKPOINT_PATHS if name in state})
-                _load(callback, callback.load_state_dict, state)
+                _try(callback.load_state_dict, state)
         # `configure_callbacks` of the module may have replaced the checkpoint callback in the ranks.
         if trainer.checkpoint_callback:
             vars(trainer.checkpoint_callback).update(self.checkpoint_paths)
@@ -77,19 +76,18 @@ def _gather_whole_weights(strategy: Any) -> Any:
     return strategy.lightning_module_state_dict()
 
 
-def _load(target: Any, load: Callable[[Any], Any], state: Any) -> Any:
+def _try(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the user's object, which may raise anything. The training has succeeded."""
     try:
-        return load(state)
-    except Exception as error:  # noqa: BLE001  the training has succeeded
-        text = (
-            f"the caller's {type(target).__name__} does not have the state of rank 0: its load_state_dict raised {error!r}"
-        )
-        warnings.warn(text, stacklevel=2)
+        return method(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001
+        name = f"{method.__name__} of {type(method.__self__).__name__}"
+        warnings.warn(f"the caller's Trainer does not have all state of rank 0: {name} raised {error!r}", stacklevel=2)
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> None:
     """Load the weights for which the caller's module has layers: `configure_model` may have added others."""
-    keys = _load(module, lambda weights: module.load_state_dict(weights, strict=False), weights)
+    keys = _try(module.load_state_dict, weights, strict=False)
     lost = [*getattr(keys, "missing_keys", ()), *getattr(keys, "unexpected_keys", ())]
     if lost:
         text = (
