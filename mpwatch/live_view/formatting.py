@@ -37,10 +37,11 @@ def format_overall(snapshot: Snapshot) -> str:
 
 
 def format_row(row: RankRow) -> tuple[str, ...]:
-    state = STATE_TEXTS.get(row.state, row.state.name)
+    status = row.status
+    state = STATE_TEXTS.get(status.state, status.state.name)
     return (
-        str(row.rank),
-        f"{state}, restart {row.restart_count}" if row.restart_count else state,
+        str(status.rank),
+        f"{state}, restart {status.restart_count}" if status.restart_count else state,
         _format_step(row),
         UNKNOWN if row.rate is None else _format_number(row.rate),
         _format_metrics(row.metrics),
@@ -54,10 +55,10 @@ def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
     rows = [("ranks", _format_counts(snapshot))]
     if steps := sorted(row.step for row in snapshot.rows if row.step is not None):
         rows.append(("steps", f"minimum {steps[0]}, median {steps[len(steps) // 2]}, maximum {steps[-1]}"))
-    with_steps = (row for row in snapshot.rows if row.state.is_running and row.step is not None)
+    with_steps = (row for row in snapshot.rows if row.status.state.is_running and row.step is not None)
     running = sorted(with_steps, key=lambda row: row.sort_key)
     if running and running[0].sort_key[:2] != running[-1].sort_key[:2]:
-        slowest = (f"rank {row.rank} ({_format_step(row)})" for row in running[:MAX_SLOWEST])
+        slowest = (f"rank {row.status.rank} ({_format_step(row)})" for row in running[:MAX_SLOWEST])
         rows.append(("slowest", ", ".join(slowest)))
     usage = []
     if memory := [row.memory for row in snapshot.rows if row.memory is not None]:

@@ -42,20 +42,23 @@ class StepProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow(StepProgress):
-    rank: int
-    state: WorkerState
-    restart_count: int = 0
+    status: RankStatus
     memory: int | None = None
     """In bytes."""
     cpu: float | None = None
     """The number of CPUs that the rank uses: 1.5 means one and a half."""
-    heartbeat_age: float | None = None
-    """Seconds since the last heartbeat."""
+
+    @property
+    def heartbeat_age(self) -> float | None:
+        """Seconds since the last heartbeat of a running rank."""
+        if self.status.heartbeat_at is None or not self.status.state.is_running:
+            return None
+        return max(0.0, self.status.seen_at - self.status.heartbeat_at)
 
     @property
     def sort_key(self) -> tuple[float, int, int]:
         """Put the slowest rank first, and ranks that report no `total` last."""
-        return (math.inf if self.fraction_done is None else self.fraction_done), self.step or 0, self.rank
+        return (math.inf if self.fraction_done is None else self.fraction_done), self.step or 0, self.status.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Snapshot:
     @property
     def counts(self) -> dict[WorkerState, int]:
         """The number of ranks in each state, in the order of the states."""
-        found = Counter(row.state for row in self.rows)
+        found = Counter(row.status.state for row in self.rows)
         return {state: found[state] for state in WorkerState if found[state]}
 
 
@@ -109,19 +112,14 @@ class _RankHistory:
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
         self._memory = status.memory or self._memory  # it is 0 for a dead process
-        is_running = status.state.is_running
-        heartbeat_age = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
         return RankRow(
-            rank=status.rank,
-            state=status.state,
-            restart_count=status.restart_count,
+            status=status,
             step=report.step if report is not None else None,
             total=report.total if report is not None else None,
-            rate=self._steps.rate(status.seen_at) if is_running else None,
+            rate=self._steps.rate(status.seen_at) if status.state.is_running else None,
             metrics=report.metrics if report is not None else {},
             memory=self._memory,
             cpu=self._cpu.rate(status.seen_at) if status.cpu_seconds is not None else None,
-            heartbeat_age=heartbeat_age if is_running else None,
         )
 
 
@@ -152,7 +150,7 @@ class RateEstimator:
 def _find_overall_progress(rows: Sequence[RankRow]) -> StepProgress:
     with_steps = [row for row in rows if row.step is not None]
     slowest = min(
-        [row for row in with_steps if row.state.is_running] or with_steps, key=lambda row: row.sort_key, default=None
+        [row for row in with_steps if row.status.state.is_running] or with_steps, key=lambda row: row.sort_key, default=None
     )
     values: dict[str, list[float]] = {}
     for row in rows:

@@ -70,7 +70,7 @@ def _rank_table(snapshot: Snapshot, columns: int) -> Table:
         table.add_column(_text(title), justify=side, no_wrap=title != "metrics")
     for row in snapshot.rows:
         number, state, *rest = format_row(row)[:count]
-        table.add_row(_text(number), _text(state, STYLES.get(row.state, "")), *map(_text, rest))
+        table.add_row(_text(number), _text(state, STYLES.get(row.status.state, "")), *map(_text, rest))
     return table
 
 

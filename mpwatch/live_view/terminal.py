@@ -44,8 +44,8 @@ class TerminalDisplay:
         if self._was_drawn and is_foreground(self._fd):
             columns, _ = os.get_terminal_size(self._fd)
             text += f"{go_to_line_start(columns)}mpwatch: {format_overall(snapshot)}\r\n"
-        self._write(text)
         self._was_drawn = TerminalDisplay.is_in_use = False
+        self._write(text)
 
     def _write(self, text: str) -> None:
         if text and is_writable(self._fd, WRITE_SECONDS):
