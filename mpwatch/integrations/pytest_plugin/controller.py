@@ -108,7 +108,7 @@ class ModuleGroup:
         try:
             if not isinstance(backend := options.get("backend"), Backend):
                 options = {**options, "backend": Backend(backend, stall_after=STALL_SECONDS)}
-            self._group = WorkerGroup(**options, logs=logs, progress=False)
+            self._group = WorkerGroup(**options, logs=logs, progress=False, check=False)
         except (TypeError, ValueError) as error:
             _fail_bad_mark(str(error))
         except LaunchError as error:
@@ -156,8 +156,6 @@ class ModuleGroup:
         __tracebackhide__ = True
         try:
             return self._group.run(fn, timeout=timeout)
-        except RunFailedError as error:
-            return error.result
         except (TypeError, ValueError) as error:  # the timeout is bad, as the user chooses no other argument
             _fail_bad_mark(str(error))
         except LaunchError as error:
