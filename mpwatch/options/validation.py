@@ -13,7 +13,7 @@ from numbers import Real
 
 from mpwatch.options.worker_info import RANK_VARIABLES
 from mpwatch.os_support.cpu_affinity import format_cpus
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, name_signal
 
 MAX_PORT = 65535
 # Signals that no option may list, each with the reason.
@@ -110,37 +110,23 @@ def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[
     available = f"; this process may use {format_cpus(allowed)}"
     if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
         raise TypeError(f"{what} must be a set of CPU numbers, not {cpus!r:.200}{available}")
-    numbers = set()
-    for cpu in cpus:
-        number = as_int(cpu)
-        if number is None:
-            raise TypeError(f"{what} must be a set of CPU numbers, but it has {cpu!r:.200}{available}")
-        numbers.add(number)
+    numbers = frozenset(check_count(f"a CPU in {what}", cpu, at_least=0) for cpu in cpus)
     if not numbers:
         raise ValueError(f"{what} has no CPU{available}")
     if not numbers <= allowed:
         raise ValueError(f"{what} has {format_cpus(numbers - allowed)}{available}")
-    return frozenset(numbers)
+    return numbers
 
 
-def check_signals(name: str, value: object, forbidden: Mapping[int, str] = RESERVED_SIGNALS) -> tuple[int, ...]:
-    """Return the numbers without duplicates. `forbidden` has the reason for each signal that is refused."""
+def check_signals(name: str, value: object) -> tuple[int, ...]:
+    """Return the numbers without duplicates."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
         raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
-    numbers = dict.fromkeys(_check_signal(name, element) for element in value)
+    numbers = dict.fromkeys(check_count(f"a signal in {name}", element, at_least=1) for element in value)
     for number in numbers:
-        if number in forbidden:
-            raise ValueError(f"{name} may not have {name_signal(number)}: {forbidden[number]}; leave it out")
+        if number in RESERVED_SIGNALS:
+            raise ValueError(f"{name} may not have {name_signal(number)}: {RESERVED_SIGNALS[number]}; leave it out")
     return tuple(numbers)
-
-
-def _check_signal(name: str, element: object) -> int:
-    number = as_int(element)
-    if number is None:
-        raise TypeError(f"{name} must have signals, such as signal.SIGUSR1, not {element!r:.200}")
-    if number not in SIGNALS:
-        raise ValueError(f"{name} may not have {element!r}: no signal of this system has this number; see `kill -l`")
-    return number
 
 
 def check_function(name: str, value: object, expected: str) -> None:
