@@ -5,7 +5,7 @@
         ...
 
 pytest loads the plugin through an entry point of mpwatch. If no test has the mark `mpwatch`, the plugin changes nothing, and
-imports only this module.
+imports only its modules `__init__` and `names`.
 
     pytest (the watcher process)      each rank
     ────────────────────────────      ─────────
@@ -24,8 +24,7 @@ imports only this module.
 
 import pytest
 
-MARK = "mpwatch"
-RANK_KEY = "mpwatch_rank"  # a key in the `workerinput` of a pytest configuration, in ranks only
+from mpwatch.integrations.pytest_plugin.names import MARK, RANK_KEY
 
 
 def pytest_configure(config: pytest.Config) -> None:

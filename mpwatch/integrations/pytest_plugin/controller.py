@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
-from mpwatch.integrations.pytest_plugin import MARK
+from mpwatch.integrations.pytest_plugin.names import MARK
 from mpwatch.integrations.pytest_plugin.rank_session import (
     SessionConfig,
     TestRequest,
