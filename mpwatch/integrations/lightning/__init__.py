@@ -27,8 +27,8 @@ RunOnNodes = Callable[..., "mpwatch.RunResult[Any]"]
 LIGHTNING_OPTIONS = {"fn", "nprocs", "args", "kwargs", "backend"}  # Lightning's Trainer and strategy set these
 # With `rendezvous`, only one of several nodes would have the state of rank 0. Lightning sets the device of each rank by the
 # rank's number, so each rank has to see all devices.
-UNSUPPORTED_OPTIONS = {"rendezvous", "preload"}
-OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
+UNSUPPORTED_OPTIONS = {"rendezvous"}
+OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec) if field.init} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
 # DataParallelStrategy has a single process. XLA starts the processes of the other strategies.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
 
