@@ -99,7 +99,7 @@ class ModuleGroup:
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
         folder = _get_fixture_values(item)[TMP_PATH_FACTORY].mktemp("mpwatch")
-        capture = item.config.getoption("capture", "no")
+        capture = item.config.getoption("capture")
         log_dir = None if capture == "no" else folder / "logs"
         logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
         self._session_config = _make_session_config(item.config, module, folder)
@@ -189,9 +189,8 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
     # Plugins that support xdist pass values to its workers in `workerinput`. For example, pytest-randomly passes its seed.
     # These values have the names of options.
     options = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN_TYPES)}
-    capture = ("--capture=no",) if config.pluginmanager.has_plugin("capture") else ()
     return SessionConfig(
-        args=(*map(str, config.invocation_params.args), *capture),
+        args=(*map(str, config.invocation_params.args), "--capture=no"),
         invocation_dir=str(config.invocation_params.dir),
         module=str(module),
         temporary_dir=str(folder),
@@ -203,10 +202,7 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
 @contextmanager
 def _terminal_input(config: pytest.Config) -> Iterator[None]:
     """Stop pytest's capture of stdin, so that a debugger can read from the terminal."""
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture is None:
-        yield
-        return
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
     capture.suspend(in_=True)
     try:
         yield
