@@ -278,8 +278,6 @@ def main(fn: Callable[..., T] | WorkerSpec[T], nprocs: Nprocs | None = None, **o
         SystemExit: a rank failed.
         LaunchError, TypeError, ValueError, KeyboardInterrupt: see `run`.
     """
-    if "check" in options:
-        raise TypeError("main() has no option 'check': a failure always ends the program; use run()")
     try:
         return run(_make_spec("main", fn, nprocs, options))
     except RunFailedError as error:

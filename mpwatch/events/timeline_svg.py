@@ -14,7 +14,6 @@ from html import escape
 from mpwatch.events.timeline import Lane, Span, Timeline, timelines
 from mpwatch.events.types import Event, HeartbeatLate, WorkerFailed
 from mpwatch.results.clean_text import clean_line
-from mpwatch.results.failure import describe_failure
 from mpwatch.results.report import format_times
 
 MAX_ROWS = 32
@@ -22,7 +21,6 @@ MAX_TICKS = 8
 WIDTH = 800  # all lengths are in user units of the SVG, which are pixels unless the drawing is scaled
 LEFT, RIGHT = 64, 210  # the widths of the ranks' names and of their outcomes
 ROW, BAR, HEAD, FOOT = 20, 12, 24, 22  # heights
-MIN_WIDTH = 0.5  # a span with a smaller width is invisible
 COLOURS = {  # in the order of the legend
     "start-up": "#9aa3ad",
     "succeeded": "#2e9e5b",
@@ -40,30 +38,25 @@ def draw_timelines(events: Sequence[Event]) -> str:
 class _Picture:
     def __init__(self, run: Timeline) -> None:
         self._run = run
-        starts = [event.monotonic for event in (run.started, *run.states) if event is not None]
-        starts += [span.start for lane in run.lanes.values() for span in lane.spans(-math.inf, run.until)]
-        self._start = min((start for start in starts if start > -math.inf), default=run.until)
-        self._seconds = max(run.until - self._start, 1e-3)
+        self._seconds = max(run.until - run.start, 1e-3)
 
     def draw(self) -> str:
         lanes = self._run.lanes
         ranks = sorted(sorted(lanes, key=lambda rank: (_get_order(lanes[rank]), rank))[:MAX_ROWS])
         hidden = len(lanes) - len(ranks)
         height = HEAD + ROW * (len(ranks) + bool(hidden)) + FOOT
-        parts, kinds = [*self._draw_axis(height - FOOT)], {"start-up"}
+        parts = [*self._draw_axis(height - FOOT)]
         for row, rank in enumerate(ranks):
             top, lane = HEAD + ROW * row, lanes[rank]
-            spans = [*lane.spans(self._start, self._run.until)]
-            kinds |= {span.outcome for span in spans if span.kind == "call"}
             parts.append(_text(0, top + BAR - 2, f"rank {rank}"))
-            parts += [self._draw_span(span, top) for span in spans]
-            parts += self._draw_marks(lane, top)
+            parts += [self._draw_span(span, top) for span in lane.spans if span.kind != "process"]
+            parts += [self._draw_mark(mark, top) for mark in lane.marks]
             parts.append(_text(WIDTH - RIGHT + 8, top + BAR - 2, _describe_outcome(lane)))
         if hidden:
             parts.append(_text(LEFT, HEAD + ROW * len(ranks) + BAR, f"{hidden} more ranks are not drawn"))
         x, y = LEFT, height - FOOT + BAR
-        for name in (each for each in COLOURS if each in kinds):
-            parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{COLOURS[name]}"/>')
+        for name, colour in COLOURS.items():
+            parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{colour}"/>')
             parts.append(_text(x + 15, y, name))
             x += 35 + 7 * len(name)
         return (
@@ -78,44 +71,33 @@ class _Picture:
         power = 10.0 ** math.floor(math.log10(least))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
         for number in range(int(self._seconds / step) + 1):
-            x = self._x(self._start + number * step)
+            x = self._x(self._run.start + number * step)
             yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD - 6}" y2="{bottom}" stroke="currentColor" opacity=".15"/>'
             yield _text(x, HEAD - 10, f"{number * step:g} s", anchor="middle")
 
     def _draw_span(self, span: Span, top: float) -> str:
         x, width = self._x(span.start), self._x(span.end) - self._x(span.start)
-        if width < MIN_WIDTH or span.kind == "process":
-            return ""
         if span.kind == "restart":
             y, title = top + BAR / 2, f"waits {span.args['delay']:.1f} s to be restarted"
             shape = f'line x1="{x:.1f}" x2="{x + width:.1f}" y1="{y}" y2="{y}" stroke="currentColor" stroke-dasharray="2 3"'
         else:
-            what = span.outcome or span.kind
-            name = f"{span.name}: {what}" if span.outcome else what
-            title = f"{name}, {span.start - self._start:.3f} s to {span.end - self._start:.3f} s"
-            shape = f'rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" fill="{COLOURS[what]}"'
+            what = f"{span.name}: {span.outcome}" if span.outcome else span.name
+            title = f"{what}, {span.start - self._run.start:.3f} s to {span.end - self._run.start:.3f} s"
+            colour = COLOURS[span.outcome or span.kind]
+            shape = f'rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" fill="{colour}"'
         return f"<{shape}><title>{_escape(title)}</title></{shape.partition(' ')[0]}>"
 
-    def _draw_marks(self, lane: Lane, top: float) -> Iterator[str]:
-        drawn = set()
-        for mark in lane.marks:
-            x = round(self._x(min(max(mark.monotonic, self._start), self._run.until)))
-            if (type(mark), x) in drawn:
-                continue
-            drawn.add((type(mark), x))
-            if isinstance(mark, HeartbeatLate):
-                symbol, title = "▾", f"no heartbeat for {mark.silent_seconds:.1f} s"
-            else:
-                name = "failed first" if mark.is_root_cause else "failed"
-                symbol, title = "✕", f"{name}: {describe_failure(mark.failure)}"
-            yield (
-                f'<text x="{x}" y="{top + BAR - 1}" text-anchor="middle" font-weight="bold">{symbol}'
-                f"<title>{_escape(title)}</title></text>"
-            )
+    def _draw_mark(self, mark: Event, top: float) -> str:
+        if not isinstance(mark, HeartbeatLate | WorkerFailed):
+            return ""
+        symbol = "▾" if isinstance(mark, HeartbeatLate) else "✕"
+        return (
+            f'<text x="{self._x(mark.monotonic):.1f}" y="{top + BAR - 1}" text-anchor="middle" font-weight="bold">{symbol}'
+            f"<title>{_escape(str(mark))}</title></text>"
+        )
 
     def _x(self, at: float) -> float:
-        share = min(1.0, max(0.0, (at - self._start) / self._seconds))
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return LEFT + (at - self._run.start) / self._seconds * (WIDTH - LEFT - RIGHT)
 
 
 def _get_order(lane: Lane) -> int:
@@ -126,13 +108,13 @@ def _get_order(lane: Lane) -> int:
 
 def _describe_outcome(lane: Lane) -> str:
     """Return how the last process of a rank ended, and how often the rank was restarted."""
-    if not lane.processes:
+    last = lane.latest.get("process")
+    if last is None:
         return ""
-    last = lane.processes[-1]
-    failures = [mark for mark in lane.marks if isinstance(mark, WorkerFailed) and mark.attempt == last.attempt]
-    outcome = "failed first" if any(mark.is_root_cause for mark in failures) else last.outcome
-    restarts = f"restarted {format_times(last.attempt)}" if last.attempt else ""
-    return ", ".join(filter(None, (outcome, restarts)))
+    attempt = last.args["attempt"]
+    is_root_cause = any(isinstance(m, WorkerFailed) and m.is_root_cause and m.attempt == attempt for m in lane.marks)
+    restarts = f"restarted {format_times(attempt)}" if attempt else ""
+    return ", ".join(filter(None, ("failed first" if is_root_cause else last.outcome, restarts)))
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:

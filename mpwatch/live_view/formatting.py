@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 
 from mpwatch.live_view.model import RankRow, Snapshot, StepProgress
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.model import WorkerState
-from mpwatch.results.to_json import encodable
 
 MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
 MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them
@@ -21,9 +22,8 @@ STATE_TEXTS = {
     WorkerState.STOPPED: "stopped",
 }
 UNKNOWN = "–"  # noqa: RUF001  a dash
-UNITS = ("kB", "MB", "GB", "TB")
-HUNDRED, THOUSAND, MILLION = 100, 1000, 1_000_000
-TIMES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+HUNDRED, MILLION = 100, 1_000_000
+MB, GB = 1_000_000, 1_000_000_000
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
@@ -37,10 +37,11 @@ def format_overall(snapshot: Snapshot) -> str:
 
 
 def format_row(row: RankRow) -> tuple[str, ...]:
-    state = STATE_TEXTS.get(row.state, row.state.name)
+    status = row.status
+    state = STATE_TEXTS.get(status.state, status.state.name)
     return (
-        str(row.rank),
-        f"{state}, restart {row.restart_count}" if row.restart_count else state,
+        str(status.rank),
+        f"{state}, restart {status.restart_count}" if status.restart_count else state,
         _format_step(row),
         UNKNOWN if row.rate is None else _format_number(row.rate),
         _format_metrics(row.metrics),
@@ -54,10 +55,10 @@ def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
     rows = [("ranks", _format_counts(snapshot))]
     if steps := sorted(row.step for row in snapshot.rows if row.step is not None):
         rows.append(("steps", f"minimum {steps[0]}, median {steps[len(steps) // 2]}, maximum {steps[-1]}"))
-    with_steps = (row for row in snapshot.rows if row.state.is_running and row.step is not None)
+    with_steps = (row for row in snapshot.rows if row.status.state.is_running and row.step is not None)
     running = sorted(with_steps, key=lambda row: row.sort_key)
     if running and running[0].sort_key[:2] != running[-1].sort_key[:2]:
-        slowest = (f"rank {row.rank} ({_format_step(row)})" for row in running[:MAX_SLOWEST])
+        slowest = (f"rank {row.status.rank} ({_format_step(row)})" for row in running[:MAX_SLOWEST])
         rows.append(("slowest", ", ".join(slowest)))
     usage = []
     if memory := [row.memory for row in snapshot.rows if row.memory is not None]:
@@ -96,13 +97,10 @@ def _format_counts(snapshot: Snapshot) -> str:
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
-    shown = [f"{_clean_name(name)} {_format_number(value)}" for name, value in list(metrics.items())[:MAX_METRICS]]
+    shown = [
+        f"{clean_line(name)[:MAX_NAME_CHARS]} {_format_number(value)}" for name, value in list(metrics.items())[:MAX_METRICS]
+    ]
     return ", ".join([*shown, "…"] if len(metrics) > MAX_METRICS else shown)
-
-
-def _clean_name(name: str) -> str:
-    printable = "".join(c if c.isprintable() else "?" for c in encodable(name))
-    return printable if len(printable) <= MAX_NAME_CHARS else printable[: MAX_NAME_CHARS - 1] + "…"
 
 
 def _format_step(row: StepProgress) -> str:
@@ -122,18 +120,8 @@ def _format_percent(fraction: float) -> str:
 
 
 def _format_bytes(count: int) -> str:
-    number, unit = count / THOUSAND, 0
-    while number >= THOUSAND and unit + 1 < len(UNITS):
-        number, unit = number / THOUSAND, unit + 1
-    return f"{_format_number(number)} {UNITS[unit]}"
+    return f"{_format_number(count / GB)} GB" if count >= GB else f"{_format_number(count / MB)} MB"
 
 
 def _format_seconds(seconds: float) -> str:
-    if seconds < 60:  # noqa: PLR2004
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004
-    whole, parts = round(seconds), list[str]()
-    for size, name in TIMES:
-        count, whole = divmod(whole, size)
-        if count or parts:
-            parts.append(f"{count} {name}" if count else "")
-    return " ".join(filter(None, parts[:2]))
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))  # noqa: PLR2004

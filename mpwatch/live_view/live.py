@@ -45,12 +45,11 @@ class LiveView:
         starts_at_once: bool,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._choose_display = choose_display
+        self._choose_display: Callable[[], Display | None] | None = choose_display
         self._starts_at_once = starts_at_once
         self._clock, self._began_at = clock, clock()
         self._snapshot_builder = SnapshotBuilder()
         self._display: Display | None = None
-        self._was_chosen = False
         self._snapshot: Snapshot | None = None
         self.period = FIRST_PERIOD if starts_at_once else WAITING_PERIOD
 
@@ -63,8 +62,6 @@ class LiveView:
             self._display.show(self._snapshot)
             duration = self._clock() - started_at
             self.period = max(self._display.period, min(duration / MAX_CPU_SHARE, MAX_PERIOD))
-        elif self._was_chosen:
-            self.period = math.inf
 
     def pause(self) -> None:
         if self._display is not None:
@@ -80,9 +77,10 @@ class LiveView:
             self._display = None
 
     def _choose_once(self) -> None:
-        if not self._was_chosen:
-            self._was_chosen = True
-            self._display = self._choose_display()
+        if self._choose_display is not None:
+            self._display, self._choose_display = self._choose_display(), None
+            if self._display is None:
+                self.period = math.inf
 
 
 def _has_reports(statuses: Sequence[RankStatus]) -> bool:

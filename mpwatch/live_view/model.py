@@ -42,22 +42,23 @@ class StepProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow(StepProgress):
-    rank: int
-    state: WorkerState
-    restart_count: int = 0
-    must_report_step: bool = False
-    """Whether the rank has reported steps before its restart, and no step after its restart."""
+    status: RankStatus
     memory: int | None = None
     """In bytes."""
     cpu: float | None = None
     """The number of CPUs that the rank uses: 1.5 means one and a half."""
-    heartbeat_age: float | None = None
-    """Seconds since the last heartbeat."""
+
+    @property
+    def heartbeat_age(self) -> float | None:
+        """Seconds since the last heartbeat of a running rank."""
+        if self.status.heartbeat_at is None or not self.status.state.is_running:
+            return None
+        return max(0.0, self.status.seen_at - self.status.heartbeat_at)
 
     @property
     def sort_key(self) -> tuple[float, int, int]:
         """Put the slowest rank first, and ranks that report no `total` last."""
-        return (math.inf if self.fraction_done is None else self.fraction_done), self.step or 0, self.rank
+        return (math.inf if self.fraction_done is None else self.fraction_done), self.step or 0, self.status.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Snapshot:
     @property
     def counts(self) -> dict[WorkerState, int]:
         """The number of ranks in each state, in the order of the states."""
-        found = Counter(row.state for row in self.rows)
+        found = Counter(row.status.state for row in self.rows)
         return {state: found[state] for state in WorkerState if found[state]}
 
 
@@ -93,16 +94,13 @@ class SnapshotBuilder:
         key = status.node, status.local_rank
         history = self._histories.get(key)
         if history is None or history.pid != status.pid:  # the first status of this process
-            must_report_step = history is not None and history.has_steps
-            history = self._histories[key] = _RankHistory(status.pid, must_report_step=must_report_step)
+            history = self._histories[key] = _RankHistory(status.pid)
         return history
 
 
 class _RankHistory:
-    def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
+    def __init__(self, pid: int | None) -> None:
         self.pid = pid
-        self.has_steps = must_report_step  # whether this process or an earlier process of the rank has reported a step
-        self._must_report_step = must_report_step
         self._steps = RateEstimator(RATE_SECONDS)
         self._cpu = RateEstimator(CPU_SECONDS)
         self._memory: int | None = None
@@ -111,24 +109,17 @@ class _RankHistory:
         report = status.report
         if report is not None and report.step is not None:
             self._steps.add(report.at, report.step)
-            self.has_steps, self._must_report_step = True, False
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
         self._memory = status.memory or self._memory  # it is 0 for a dead process
-        is_running = status.state.is_running
-        heartbeat_age = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
         return RankRow(
-            rank=status.rank,
-            state=status.state,
-            restart_count=status.restart_count,
-            must_report_step=self._must_report_step,
+            status=status,
             step=report.step if report is not None else None,
             total=report.total if report is not None else None,
-            rate=self._steps.rate(status.seen_at) if is_running else None,
+            rate=self._steps.rate(status.seen_at) if status.state.is_running else None,
             metrics=report.metrics if report is not None else {},
             memory=self._memory,
             cpu=self._cpu.rate(status.seen_at) if status.cpu_seconds is not None else None,
-            heartbeat_age=heartbeat_age if is_running else None,
         )
 
 
@@ -159,15 +150,13 @@ class RateEstimator:
 def _find_overall_progress(rows: Sequence[RankRow]) -> StepProgress:
     with_steps = [row for row in rows if row.step is not None]
     slowest = min(
-        [row for row in with_steps if row.state.is_running] or with_steps, key=lambda row: row.sort_key, default=None
+        [row for row in with_steps if row.status.state.is_running] or with_steps, key=lambda row: row.sort_key, default=None
     )
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.metrics.items():
             values.setdefault(name, []).append(value)
     metrics = {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-    # After a restart the progress is not known until each restarted rank has reported a step again.
-    are_missing = any(row.must_report_step and (row.state is WorkerState.INIT or row.state.is_running) for row in rows)
-    if slowest is None or are_missing:
+    if slowest is None:
         return StepProgress(metrics=metrics)
     return StepProgress(step=slowest.step, total=slowest.total, rate=slowest.rate, metrics=metrics)

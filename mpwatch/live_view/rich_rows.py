@@ -27,23 +27,19 @@ BAR_WIDTH = 24
 METRICS = COLUMN_TITLES.index("metrics")
 
 
-class RichRenderer:
-    def __init__(self, encoding: str) -> None:
-        self._encoding = encoding
-
-    def render(self, snapshot: Snapshot, columns: int, rows: int) -> list[str]:
-        """Return the coloured rows of the largest layout that fits into half of the terminal."""
-        if rows < MIN_ROWS or columns < MIN_COLUMNS:
-            return []
-        for layout in _layouts(snapshot, columns):
-            file = io.TextIOWrapper(io.BytesIO(), encoding=self._encoding, errors="replace", newline="\n")
-            console = Console(file=file, width=columns, force_terminal=True, force_jupyter=False, legacy_windows=False)
-            console.print(layout)
-            file.seek(0)
-            lines = file.read().splitlines()
-            if len(lines) <= rows // 2:
-                return lines
+def render(snapshot: Snapshot, columns: int, rows: int, encoding: str) -> list[str]:
+    """Return the coloured rows of the largest layout that fits into half of the terminal."""
+    if rows < MIN_ROWS or columns < MIN_COLUMNS:
         return []
+    for layout in _layouts(snapshot, columns):
+        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="\n")
+        console = Console(file=file, width=columns, force_terminal=True, force_jupyter=False, legacy_windows=False)
+        console.print(layout)
+        file.seek(0)
+        lines = file.read().splitlines()
+        if len(lines) <= rows // 2:
+            return lines
+    return []
 
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
@@ -74,7 +70,7 @@ def _rank_table(snapshot: Snapshot, columns: int) -> Table:
         table.add_column(_text(title), justify=side, no_wrap=title != "metrics")
     for row in snapshot.rows:
         number, state, *rest = format_row(row)[:count]
-        table.add_row(_text(number), _text(state, STYLES.get(row.state, "")), *map(_text, rest))
+        table.add_row(_text(number), _text(state, STYLES.get(row.status.state, "")), *map(_text, rest))
     return table
 
 

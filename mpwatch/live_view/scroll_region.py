@@ -20,25 +20,19 @@ ERASE_BELOW = f"{SAVE_CURSOR}\x1b[B\r\x1b[J{RESTORE_CURSOR}"  # erases the rows 
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"  # a row may be wider than computed
 RESET_STYLE, CLEAR_ROW, CLEAR_REST = "\x1b[0m", "\x1b[2K", "\x1b[K"
 END_SEQUENCE = f"\x18{RESET_STYLE}{WRAP_ON}"  # after an incomplete drawing. CAN ends an incomplete escape sequence
-RECOVER = END_SEQUENCE + RESTORE_CURSOR
 
 
 class ScrollRegion:
     def __init__(self) -> None:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
-    def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws `lines`, which are fewer than `rows`, in the reserved rows.
-
-        If the state of the terminal is not known, as another program may have used it, the rows are reserved again.
-        """
+    def draw(self, columns: int, rows: int, lines: Sequence[str]) -> str:
+        """Return the text that draws `lines`, which are fewer than `rows`, in the reserved rows."""
         if not lines:
-            text = self.release()
-            self.mark_released()
-            return text
+            return self.release()
         height, size = len(lines), (columns, rows, len(lines))
         text = ""
-        if size != self._reserved or not is_state_known:  # make empty rows below the cursor, and reserve the last rows
+        if size != self._reserved:  # make empty rows below the cursor, and reserve the last rows
             room = INDEX * height + f"\x1b[{height}A"
             text = f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"
         self._reserved = size
@@ -47,20 +41,16 @@ class ScrollRegion:
         return f"{text}{SAVE_CURSOR}{WRAP_OFF}{drawn}{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"
 
     def release(self) -> str:
-        """Return the text that erases the reserved rows and lets the whole terminal scroll. The cursor stays."""
-        return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
+        """Return the text that erases the reserved rows and lets the whole terminal scroll. The cursor stays.
 
-    def recover(self) -> str:
-        """Do the same after an incomplete drawing, when the cursor may be inside the view."""
+        The last drawing may be incomplete, with the cursor inside the view: at Ctrl-Z the kernel discards output.
+        """
         if self._reserved is None:
             return ""
         _, rows, height = self._reserved
-        erase_view = f"{SAVE_CURSOR}\x1b[{rows - height + 1};1H\x1b[J{RESTORE_CURSOR}"
-        return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}"
-
-    def mark_released(self) -> None:
-        """Call this when the text of `release` was written."""
         self._reserved = None
+        erase_view = f"{SAVE_CURSOR}\x1b[{rows - height + 1};1H\x1b[J{RESTORE_CURSOR}"
+        return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}{ERASE_BELOW}"
 
 
 def go_to_line_start(columns: int) -> str:

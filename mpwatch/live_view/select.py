@@ -35,16 +35,13 @@ def select_display(*, allow_lines: bool) -> "Display | None":
         return NotebookDisplay()
     terminal = find_terminal()
     if terminal is not None:
-        from mpwatch.live_view.terminal import TerminalDisplay, is_terminal_free
-
         try:
-            from mpwatch.live_view.rich_rows import RichRenderer
+            from mpwatch.live_view.terminal import TerminalDisplay
         except ImportError:  # rich is not installed
             allow_lines = True
         else:
-            if is_terminal_free():
-                encoding = getattr(terminal, "encoding", None) or "utf-8"  # a stream object of the user may have none
-                return TerminalDisplay(terminal.fileno(), RichRenderer(encoding), encoding)
+            if not TerminalDisplay.is_in_use:
+                return TerminalDisplay(terminal)
     if allow_lines and sys.stderr is not None:
         from mpwatch.live_view.line_display import LineDisplay
 

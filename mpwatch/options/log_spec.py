@@ -6,7 +6,6 @@ import string
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, auto
 from typing import IO, Any, Literal
@@ -78,7 +77,6 @@ class LogSpec:
     stderr: IO[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_dir(self.dir)
         for name in ("show", "files"):
             choice = getattr(self, name)
             _check_streams(name, choice)
@@ -105,10 +103,7 @@ class LogSpec:
 
     def with_absolute_dir(self) -> "LogSpec":
         """Return this LogSpec with an absolute `dir`, so that a later chdir() does not move the files."""
-        # FileNotFoundError: the current folder was deleted. The error is reported when the first file is opened.
-        with suppress(FileNotFoundError):
-            return self if self.dir is None else replace(self, dir=os.path.abspath(self.dir))
-        return self
+        return self if self.dir is None else replace(self, dir=os.path.abspath(self.dir))
 
     def folder_of_run(self, run_id: str) -> str:
         """Return the path of the folder for the log files of a run, or "" if this LogSpec has no folder."""
@@ -197,13 +192,6 @@ def _ranks_named_in(ranks: Ranks | Literal["inherit"]) -> Iterator[int]:
         yield from () if isinstance(ranks, str) else map(operator.index, ranks)
     else:
         yield operator.index(ranks)
-
-
-def _check_dir(folder: object) -> None:
-    if folder is not None and (not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str)):
-        raise TypeError(f"logs: dir must be a path, not {folder!r}")
-    if folder is not None and not os.fspath(folder):
-        raise ValueError("logs: dir must be the path of a folder, not ''; '.' is the current one")
 
 
 def _check_streams(name: str, choice: object) -> None:

@@ -54,17 +54,10 @@ def spread_per_rank(
     )
 
 
-def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, *, is_multi_node: bool = False) -> None:
-    """Raise ValueError if a PerRank has not one value for each rank. With several nodes, their number is not known yet, so
-    they are only compared with each other, and each rank checks again.
-    """
-    found = find_per_rank(args, kwargs)
-    counts = {len(value.values) for value in found.values()}
-    for key, value in found.items():
-        if not is_multi_node and len(value.values) != nprocs:
+def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int) -> None:
+    for key, value in find_per_rank(args, kwargs).items():
+        if len(value.values) != nprocs:
             raise ValueError(_compare(key, len(value.values), nprocs))
-        if len(counts) > 1:
-            raise ValueError(f"all PerRank arguments of a call must have the same number of values, not {sorted(counts)}")
 
 
 def _compare(key: int | str, count: int, nprocs: int) -> str:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import KW_ONLY, dataclass, field
 
-from mpwatch.options.validation import check_count, check_flag, check_seconds, is_port
+from mpwatch.options.validation import check_count, check_seconds, is_port
 
 MIN_NODE_TIMEOUT = 2.0  # seconds; enough for a few heartbeats, and for a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
@@ -76,8 +76,6 @@ class Rendezvous:
         if self.node_timeout < MIN_NODE_TIMEOUT:
             raise ValueError(f"rendezvous: node_timeout must be at least 2 seconds, not {self.node_timeout!r}")
         check_seconds("rendezvous: exit_barrier_timeout", self.exit_barrier_timeout, at_least="0 or more")
-        if self.is_host is not None:
-            check_flag("rendezvous: is_host", self.is_host)
         if self.local_addr is not None:
             _check_text("local_addr", self.local_addr)
         object.__setattr__(self, "secret", _as_secret(self.secret))

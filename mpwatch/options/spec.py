@@ -3,6 +3,7 @@
 The docstring of `mpwatch.run` explains each option. ARCHITECTURE.md says how to add an option.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from mpwatch.events.types import Event, Progressed
 from mpwatch.options.backend import Backend
-from mpwatch.options.call_signature import PER_RANK_ADVICE, check_signature
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.placement import Cpus, Placement
@@ -20,14 +20,13 @@ from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.stop_policy import StopPolicy
 from mpwatch.options.validation import (
-    as_int,
+    check_count,
     check_env_mapping,
     check_flag,
     check_function,
     check_optional_seconds,
     check_seconds,
     check_word,
-    is_async,
     name_of,
 )
 from mpwatch.options.worker_info import Worker
@@ -44,6 +43,9 @@ ProgressObservers = ProgressObserver | Iterable[ProgressObserver]
 Debug = Literal["locals", "post_mortem"]
 START_TIMEOUT = 300.0  # seconds for the start of an interpreter; a very slow file system may need more
 START_TIMEOUT_VARIABLE = "MPWATCH_START_TIMEOUT"
+PER_RANK_ADVICE = (
+    "Every rank gets the same args; for values that differ from rank to rank pass a PerRank: args=(PerRank([a, b]),)"
+)
 
 
 # What type checkers know about `**options`. The docstring of `mpwatch.run` explains the options.
@@ -102,6 +104,8 @@ class GroupSpec:
     on_progress: ProgressObservers | None = None
     debug: Debug | None = None
     preload: Sequence[str] = field(default=(), init=False)  # only a WorkerGroup has it
+    keep_going: bool = field(default=False, init=False)  # only a run has this and the next one
+    rendezvous: Rendezvous | None = field(default=None, init=False)
     start_timeout: float = field(default=START_TIMEOUT, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -127,6 +131,13 @@ class GroupSpec:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    def _check_scope(self, what: str) -> None:
+        if self.policy.scope == "worker" and self.torch_backend.name is not None:
+            raise ValueError(
+                f"{what} is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a process "
+                "group, in which ranks wait for each other, and which a restarted rank cannot join; leave out one of the two"
+            )
+
     @property
     def torch_backend(self) -> Backend:
         assert isinstance(self.backend, Backend)  # see __post_init__
@@ -148,25 +159,24 @@ class GroupSpec:
         return RestartPolicy(0)
 
     @property
-    def keeps_going(self) -> bool:
-        return False
-
-    @property
     def has_decisions(self) -> bool:
         """Whether a run may go on after a failure, by a restart or by `keep_going`."""
-        return self.policy.max_restarts > 0 or self.keeps_going
+        return self.policy.max_restarts > 0 or self.keep_going
 
     @property
     def role(self) -> str:
-        return "default"
+        """The role of the ranks in a job of several nodes."""
+        return "default" if self.rendezvous is None else self.rendezvous.role
 
     @property
     def fn_name(self) -> str:
+        """The name of the function, for messages."""
         return ""
 
     @property
     def is_multi_node(self) -> bool:
-        return False
+        """Whether the ranks are part of a job of several nodes."""
+        return self.rendezvous is not None
 
     @property
     def observers(self) -> tuple[Observer, ...]:
@@ -193,11 +203,7 @@ class PersistentGroupSpec(GroupSpec):
         self._set("preload", _check_preload(self.preload))
         if self.stop_policy.after is not None:
             raise ValueError("stop=StopPolicy(after=...) is for a run; a WorkerGroup has no time at which it begins")
-        if self.policy.scope == "worker" and self.torch_backend.name is not None:
-            raise ValueError(
-                f"scope='worker' is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a "
-                "process group, which a restarted rank cannot join; leave out one of the two"
-            )
+        self._check_scope("scope='worker'")
 
     @property
     def policy(self) -> RestartPolicy:
@@ -229,22 +235,14 @@ class WorkerSpec(GroupSpec, Generic[T]):
         super().__post_init__()
         self._set("args", tuple(self.args))
         self._set("kwargs", dict(self.kwargs or {}))
-        check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)
+        if not self.is_multi_node:  # there the number of ranks is not known yet, and each rank checks it
+            check_per_rank(self.args, self.kwargs or {}, int(self.nprocs))
         check_flag("keep_going", self.keep_going)
         self._set("max_restarts", as_restart_policy(self.max_restarts))
-        self._check_policy()
-
-    def _check_policy(self) -> None:
-        if self.policy.scope == "group":
-            _check_rendezvous(self.rendezvous)
-            return
+        _check_rendezvous(self.rendezvous)
         what = "keep_going=True" if self.keep_going else "RestartPolicy(scope='worker')"
-        if self.torch_backend.name is not None:
-            raise ValueError(
-                f"{what} is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a process "
-                "group, in which ranks wait for each other, and which a restarted rank cannot join; leave out one of the two"
-            )
-        if self.rendezvous is not None:
+        self._check_scope(what)
+        if self.policy.scope == "worker" and self.rendezvous is not None:
             raise ValueError(f"{what} works on one machine only; on several nodes all ranks are restarted together")
 
     @property
@@ -252,21 +250,6 @@ class WorkerSpec(GroupSpec, Generic[T]):
         """The option `max_restarts` as a RestartPolicy. With `keep_going`, only the failed rank is restarted."""
         assert isinstance(self.max_restarts, RestartPolicy)  # see __post_init__
         return replace(self.max_restarts, scope="worker") if self.keep_going else self.max_restarts
-
-    @property
-    def keeps_going(self) -> bool:
-        """The option `keep_going`."""
-        return self.keep_going
-
-    @property
-    def role(self) -> str:
-        """The role of the ranks in a job of several nodes."""
-        return "default" if self.rendezvous is None else self.rendezvous.role
-
-    @property
-    def is_multi_node(self) -> bool:
-        """Whether the ranks are part of a job of several nodes."""
-        return self.rendezvous is not None
 
     @property
     def fn_name(self) -> str:
@@ -284,9 +267,18 @@ def describe_options(spec: GroupSpec) -> str:
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
     """Raise TypeError if `fn` cannot be called so. `advice` ends the text."""
-    _check_fn(fn)
-    checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)
-    check_signature(fn, name_of(fn), checked_args, checked_kwargs, advice)
+    checked_fn, checked_args, checked_kwargs = _check_fn(fn), _check_args(args), _check_kwargs(kwargs)
+    if "__signature__" in getattr(fn, "__dict__", {}):  # a decorator may have copied it from a function with other arguments
+        return
+    try:
+        signature = inspect.signature(checked_fn, follow_wrapped=False)  # a wrapped function may take other arguments
+    except (TypeError, ValueError):  # fn may be written in C
+        return
+    try:
+        signature.bind(*checked_args, **checked_kwargs)
+    except TypeError as error:
+        text = f"fn {name_of(fn)}{signature!s:.200} cannot be called with these args and kwargs: {error}. {advice}"
+        raise TypeError(text) from None
 
 
 def _as_class(cls: type[C], value: object) -> C:
@@ -300,13 +292,9 @@ def as_restart_policy(max_restarts: Any) -> RestartPolicy:
 
 
 def _read_start_timeout() -> float:
-    text = os.environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
-    try:
-        seconds: object = float(text)
-    except ValueError:
-        seconds = text
+    seconds = float(os.environ.get(START_TIMEOUT_VARIABLE, START_TIMEOUT))
     check_seconds(f"the variable {START_TIMEOUT_VARIABLE}", seconds, at_least="more than 0")
-    return float(text)
+    return seconds
 
 
 def _check_rendezvous(rendezvous: object) -> None:
@@ -330,14 +318,15 @@ def _as_observers(name: str, value: object) -> tuple[Callable[[Any], object], ..
     return observers
 
 
-def _check_fn(fn: object) -> None:
+def _check_fn(fn: object) -> Callable[..., Any]:
     if not callable(fn):
         raise TypeError(f"fn must be callable, not {fn!r}")
-    if is_async(fn):
+    if inspect.iscoroutinefunction(fn):
         raise TypeError(
             f"fn must be an ordinary function; {name_of(fn)!r} is async def, and calling it would only make a coroutine. "
             f"Pass a function that runs it: def train(*args): return asyncio.run({name_of(fn)}(*args))"
         )
+    return fn
 
 
 def _check_args(args: object) -> Sequence[Any]:
@@ -351,20 +340,13 @@ def _check_kwargs(kwargs: object) -> Mapping[str, Any]:
         return {}
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a mapping of fn's keyword arguments, not {kwargs!r:.200}")
-    for name in kwargs:
-        if not isinstance(name, str):
-            raise TypeError(f"kwargs must have strings as keys, not {name!r}")
     return kwargs
 
 
 def _check_preload(preload: object) -> tuple[str, ...]:
-    if (
-        isinstance(preload, Sequence)
-        and not isinstance(preload, str)
-        and all(isinstance(name, str) and name for name in preload)
-    ):
-        return tuple(preload)
-    raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+    if not isinstance(preload, Sequence) or isinstance(preload, str):
+        raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+    return tuple(preload)
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
@@ -379,24 +361,21 @@ def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
 
 
 def _resolve_nprocs(nprocs: object) -> int:
-    if isinstance(nprocs, str):
-        return _resolve_named_nprocs(nprocs)
-    count = as_int(nprocs)
-    if count is None:
-        raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
-    if count < 1:
-        raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
-    return count
-
-
-def _resolve_named_nprocs(nprocs: str) -> int:
-    if nprocs == "auto":
-        return _count_gpus() or count_usable_cpus()
-    if nprocs == "cpu":
-        return count_usable_cpus()
-    if nprocs == "gpu":
-        return _count_gpus() or _raise_no_gpus()
-    raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+    match nprocs:
+        case "auto":
+            return _count_gpus() or count_usable_cpus()
+        case "cpu":
+            return count_usable_cpus()
+        case "gpu" if count := _count_gpus():
+            return count
+        case "gpu":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hint = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+            raise ValueError(f"nprocs='gpu', but torch sees no GPU here{hint}; give a number, or 'cpu'")
+        case str():
+            raise ValueError(f"nprocs must be a number of ranks, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+        case _:
+            return check_count("nprocs", nprocs, at_least=1)
 
 
 def _count_gpus() -> int:
@@ -405,9 +384,3 @@ def _count_gpus() -> int:
     import torch  # this takes a second, so it is imported only where there may be a GPU
 
     return int(torch.cuda.device_count())
-
-
-def _raise_no_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hint = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
-    raise ValueError(f"nprocs='gpu', but torch sees no GPU here{hint}; give a number, or 'cpu'")

@@ -61,4 +61,4 @@ def test_the_timeline_shows_the_failure_and_the_restart(tmp_path):
         assert [text for text in texts if text.startswith("rank ")] == [f"rank {rank}" for rank in range(4)]
         assert texts.count("succeeded, restarted once") == 4
         titles = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}title")]
-        assert "failed first: ConnectionError: the data server is down" in "\n".join(titles)
+        assert "rank 2: ConnectionError: the data server is down" in "\n".join(titles)

@@ -79,7 +79,6 @@ def test_the_template_is_converted_to_a_prefix_of_logs(capfd):
     [
         ({"num_nodes": 2}, "num_nodes=2: notebook_launcher starts ranks on this machine only; for several nodes use"),
         ({"rdzv_backend": "c10d"}, "rdzv_backend='c10d': ranks on one machine need no rendezvous, and max_restarts works"),
-        ({"mixed_precision": "fp32"}, "mixed_precision must be one of 'no', 'fp8', 'fp16', 'bf16', not 'fp32'"),
         ({"log_line_prefix_template": "", "logs": mpwatch.LogSpec()}, "log_line_prefix_template and logs were both given"),
     ],
 )

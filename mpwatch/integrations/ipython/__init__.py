@@ -13,7 +13,6 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
 from html import escape
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,10 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 import mpwatch
-from mpwatch.integrations.ipython.rank_cell import Cell, CellValue, run_cell
-
-NAMES = re.compile(r"[^\W\d]\w*(,[^\W\d]\w*)*")
-RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+from mpwatch.integrations.ipython.rank_cell import Cell, run_cell
 
 
 def register(shell: InteractiveShell) -> None:
@@ -41,27 +37,8 @@ def unregister(shell: InteractiveShell) -> None:
         magic.pop("ranks", None)
 
 
-class RankValues(Mapping[int, Any]):
-    """A mapping from each rank to the value of a cell's last expression. A notebook shows the text of each value in a table.
-
-    `values[rank]` can be a number, a text, or a list, tuple, set or dict of at most 1000 numbers and texts. Any other value,
-    such as a tensor, stays in its rank, and `values[rank]` raises LookupError.
-    """
-
-    def __init__(self, values: Mapping[int, CellValue]) -> None:
-        self._values = values
-
-    def __getitem__(self, rank: int) -> Any:
-        found = self._values[rank]
-        if not found.is_copied:
-            raise LookupError(f"the value of rank {rank} stays in the rank: give it a name, and add --pull NAME to %%ranks")
-        return found.copy
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+class RankValues(dict[int, str]):
+    """The text of the value of a cell's last expression, by rank. A notebook shows it as a table."""
 
     def __repr__(self) -> str:
         return "\n".join(f"{_format_ranks(ranks)}: {text}" for text, ranks in self._group().items())
@@ -77,8 +54,8 @@ class RankValues(Mapping[int, Any]):
     def _group(self) -> dict[str, list[int]]:
         """Group the ranks by the texts of their values. The keys of the returned dict are these texts."""
         groups: dict[str, list[int]] = {}
-        for rank, value in self._values.items():
-            groups.setdefault(value.text, []).append(rank)
+        for rank, text in self.items():
+            groups.setdefault(text, []).append(rank)
         return groups
 
 
@@ -87,19 +64,27 @@ class _Parser(ArgumentParser):
         raise UsageError(f"ranks: {message}; see %%ranks?")
 
 
+def _parse_names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _parse_ranks(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
 _PARSER = _Parser(prog="ranks", add_help=False, allow_abbrev=False)
 _PARSER.add_argument("nprocs", nargs="?", type=int)
-for _option in ("--backend", "--preload", "--on", "--push", "--pull"):
-    _PARSER.add_argument(_option)
+_PARSER.add_argument("--backend")
+_PARSER.add_argument("--preload", type=_parse_names)
+_PARSER.add_argument("--on", type=_parse_ranks)
+_PARSER.add_argument("--push", type=_parse_names, default=[])
+_PARSER.add_argument("--pull", type=_parse_names, default=[])
 _PARSER.add_argument("--timeout", type=float)
 _PARSER.add_argument("--close", action="store_true")
-
-
-def _split(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise UsageError(f"ranks: {error}") from None
 
 
 @magics_class
@@ -132,26 +117,24 @@ class RankMagics(Magics):
             --timeout: time limit for this cell in seconds.
         """
         __tracebackhide__ = True
-        options = _PARSER.parse_args(_split(line))
+        options = _PARSER.parse_args(shlex.split(line, comments=True))
         if options.close:
             if cell is not None:
                 raise UsageError("%%ranks --close would not run this cell; write %ranks --close in a line of its own")
             self.close()
             return None
         pushed = self._read_variables(options.push)
-        pulled = _parse_names("--pull", options.pull)
         body = None if cell is None else self._check_source(cell)
         group = self._get_group(options.nprocs, options.backend, options.preload)
-        ranks = None if options.on is None else _parse_ranks(options.on)
         if body is None:
-            if pushed or pulled:
+            if pushed or options.pull:
                 raise UsageError("--push and --pull belong to %%ranks, with a cell; %ranks runs none")
             return group
         try:
-            result = group.run(run_cell, (Cell(*body, pulled),), pushed, ranks=ranks, timeout=options.timeout)
+            result = group.run(run_cell, (Cell(*body, options.pull),), pushed, ranks=options.on, timeout=options.timeout)
         except (TypeError, ValueError) as error:  # a rank that does not exist, for example
             raise UsageError(f"ranks: {error}") from None
-        for name in pulled:
+        for name in options.pull:
             self.shell.user_ns[name] = {rank: outcome.pulled[name] for rank, outcome in result.items()}
         values = {rank: outcome.value for rank, outcome in result.items() if outcome.value is not None}
         return RankValues(values) if values else None
@@ -161,8 +144,8 @@ class RankMagics(Magics):
         if group is not None:
             group.close()
 
-    def _get_group(self, nprocs: int | None, backend: str | None, preload: str | None) -> mpwatch.WorkerGroup:
-        wanted: dict[str, Any] = {"nprocs": nprocs, "backend": backend, "preload": _parse_modules(preload)}
+    def _get_group(self, nprocs: int | None, backend: str | None, preload: list[str] | None) -> mpwatch.WorkerGroup:
+        wanted: dict[str, Any] = {"nprocs": nprocs, "backend": backend, "preload": preload}
         wanted = {name: value for name, value in wanted.items() if value}
         if self._group is None or self._group.state is mpwatch.WorkerState.STOPPED:
             if nprocs is None:
@@ -176,13 +159,11 @@ class RankMagics(Magics):
                 )
         return self._group
 
-    def _read_variables(self, names: str | None) -> dict[str, Any]:
-        found = {}
-        for name in _parse_names("--push", names):
+    def _read_variables(self, names: list[str]) -> dict[str, Any]:
+        for name in names:
             if name not in self.shell.user_ns:
-                raise UsageError(f"--push {names}: there is no variable {name!r} here")
-            found[name] = self.shell.user_ns[name]
-        return found
+                raise UsageError(f"--push {','.join(names)}: there is no variable {name!r} here")
+        return {name: self.shell.user_ns[name] for name in names}
 
     def _check_source(self, cell: str) -> tuple[str, str, bool]:
         """Return the cell's source, the name of its file, and whether the value of its last expression is shown. A blank
@@ -196,7 +177,9 @@ class RankMagics(Magics):
             compile(source, file, "exec", dont_inherit=True)  # finds errors that the parser does not see
         except SyntaxError as error:
             raise error.with_traceback(None) from None
-        return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not _ends_with_semicolon(source, body[-1])
+        display_hook: Any = self.shell.displayhook
+        is_quiet = display_hook.semicolon_at_end_of_expression(source)
+        return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not is_quiet
 
     def _find_cell_number(self) -> int:
         """Find the running cell by the file names of the call stack: `execution_count` can have the number of the next one
@@ -209,35 +192,6 @@ class RankMagics(Magics):
                 return int(number[1])
             frame = frame.f_back
         return self.shell.execution_count
-
-
-def _ends_with_semicolon(source: str, node: ast.stmt) -> bool:
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    last_line = source.split("\n")[node.end_lineno - 1].encode()  # columns count bytes
-    return last_line[node.end_col_offset :].strip().startswith(b";")
-
-
-def _parse_names(option: str, text: str | None) -> list[str]:
-    if text is None:
-        return []
-    if not NAMES.fullmatch(text):
-        raise UsageError(f"{option} needs names of variables without spaces, such as x,y, not {text!r}")
-    return text.split(",")
-
-
-def _parse_modules(text: str | None) -> list[str]:
-    return [] if text is None else text.split(",")
-
-
-def _parse_ranks(text: str) -> list[int]:
-    if not RANKS.fullmatch(text):
-        raise UsageError(f"--on needs ranks without spaces, such as 0 or 0,2-3, not {text!r}")
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
 
 
 def _format_ranks(ranks: list[int]) -> str:

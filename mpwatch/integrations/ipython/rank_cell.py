@@ -8,8 +8,6 @@ from typing import Any
 import mpwatch
 
 MAX_CHARACTERS = 10_000  # of the text of a value
-MAX_ITEMS = 1000  # of a value that is copied to the notebook
-PLAIN_TYPES = (bool, int, float, complex, str, bytes)
 NAMESPACE = "mpwatch: variables of the cells"  # a key of `current_worker().state`
 
 
@@ -27,21 +25,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class CellValue:
-    """The value of the last expression of a cell, in one rank."""
-
-    text: str
-    is_copied: bool
-    """Whether `copy` is the value. If not, the value stays in the rank, because it may be large or not picklable."""
-    copy: Any = None
-
-
-@dataclass(frozen=True)
 class CellOutcome:
     """The data that a rank sends back to the notebook when its cell has ended."""
 
-    value: CellValue | None
-    """The value of the last expression, or None if there is no value to show."""
+    value: str | None
+    """The text of the value of the last expression, or None if there is no value to show."""
     pulled: dict[str, Any]
 
 
@@ -62,26 +50,9 @@ def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
     missing = [name for name in cell.pulled if name not in variables]
     if missing:
         raise NameError(f"--pull: rank {mpwatch.current_worker().rank} has no variable {missing[0]!r}", name=missing[0])
-    return CellOutcome(_pack(value), {name: variables[name] for name in cell.pulled})
+    return CellOutcome(None if value is None else _format(value), {name: variables[name] for name in cell.pulled})
 
 
-def _pack(value: Any) -> CellValue | None:
-    if value is None:
-        return None
-    try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001  the cell does not fail if its value has no text
-        text = f"<{type(value).__name__}, whose repr() raises {type(error).__name__}: {error}>"
-    text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ... ({len(text)} characters)"
-    return CellValue(text, True, value) if _is_plain(value) else CellValue(text, False)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, or a small collection of numbers and texts."""
-    kind = type(value)
-    if kind in PLAIN_TYPES or value is None:
-        return True
-    if kind not in (list, tuple, set, frozenset, dict) or len(value) > MAX_ITEMS:
-        return False
-    items = [*value, *value.values()] if kind is dict else value
-    return all(type(item) in PLAIN_TYPES or item is None for item in items)
+def _format(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ... ({len(text)} characters)"

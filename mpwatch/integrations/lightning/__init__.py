@@ -4,19 +4,9 @@
     weights, metrics, state <------ rank 0's TrainerState <---------------- collected by all ranks
 
 The module supports Lightning 2 under each of its package names: lightning.pytorch and pytorch_lightning, lightning.fabric
-and lightning_fabric. The module imports Lightning only from the package to which the given strategy belongs.
-
-This module gives the guarantees of `mpwatch.run`, and these further guarantees:
-
-- No rank runs the caller's script. With Lightning's own strategy "ddp", each rank runs the whole script.
-- The strategy that a rank receives does not contain the options of `watched`. In a rank, the launcher of the strategy only
-  calls the function, and starts no processes.
-- Rank 0 sends the trained weights to the caller through memory, and not through a file.
-- `watched` does not change the caller's environment variables.
-- If mpwatch.run, torchrun, SLURM or other software has already started the processes of a strategy, `watched` has no effect.
+and lightning_fabric. It imports Lightning only from the package to which the given strategy belongs.
 """
 
-import copy
 import itertools
 import signal
 from collections.abc import Callable
@@ -24,7 +14,7 @@ from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import mpwatch
 from mpwatch.integrations.lightning.trainer_state import TrainerState
@@ -32,17 +22,18 @@ from mpwatch.integrations.lightning.trainer_state import TrainerState
 __all__ = ["watched"]
 
 S = TypeVar("S")
+RunOnNodes = Callable[..., "mpwatch.RunResult[Any]"]
 
 LIGHTNING_OPTIONS = {"fn", "nprocs", "args", "kwargs", "backend"}  # Lightning's Trainer and strategy set these
 # With `rendezvous`, only one of several nodes would have the state of rank 0. Lightning sets the device of each rank by the
 # rank's number, so each rank has to see all devices.
-UNSUPPORTED_OPTIONS = {"rendezvous", "preload"}
-OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
+UNSUPPORTED_OPTIONS = {"rendezvous"}
+OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec) if field.init} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
 # DataParallelStrategy has a single process. XLA starts the processes of the other strategies.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
 
 
-def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None = None, **options: Any) -> S:
+def watched(strategy: S, *, run: RunOnNodes | None = None, **options: Any) -> S:
     """Change a Lightning strategy so that mpwatch starts and watches its ranks. Return the same strategy object.
 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
@@ -55,8 +46,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
     Lightning calls the `setup` of a callback only in the ranks. If `load_state_dict` of a callback needs an attribute that
     `setup` creates, `load_state_dict` raises an exception in the caller. If `state_dict` or `load_state_dict` of a callback
-    raises an exception, mpwatch issues a warning that names the callback and the error, and copies all other state. mpwatch
-    also issues a warning if `load_state_dict` of the caller's module raises an exception.
+    or of the caller's module raises an exception, mpwatch issues a warning that names it, and copies all other state.
 
     Lightning's own spawning strategies have the same limits:
 
@@ -88,8 +78,8 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
     Raises:
         TypeError: the strategy has another class, or an option does not exist.
-        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Trainer and Fabric
-            raise ValueError if they are made for more than one node and `run` is None.
+        ValueError: the strategy belongs to a Trainer or Fabric already. Trainer and Fabric raise TypeError or ValueError if
+            an option has a bad value, or if they are made for more than one node and `run` is None.
     """
     target: Any = strategy
     launchers = _import_launchers(target)
@@ -98,9 +88,8 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
             "the strategy belongs to a Trainer or Fabric already, which has chosen a launcher; "
             "pass it a new one: Trainer(strategy=watched(DDPStrategy()))"
         )
-    _check_options(options)
-    if run is not None and not callable(run):
-        raise TypeError(f"run must be a function such as mpwatch.integrations.ray.run, not {run!r:.200}")
+    for name in sorted(options.keys() - OPTIONS):
+        raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
     target._configure_launcher = _LauncherFactory(target, options, launchers, run)
     return strategy
 
@@ -117,101 +106,56 @@ def _import_launchers(strategy: Any) -> ModuleType:
     return import_module(module.removesuffix("parallel") + "launchers.multiprocessing")
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    for name in sorted(options.keys() - OPTIONS):
-        raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
-    # `logs` may name ranks. _LauncherFactory checks it, when the number of ranks is known.
-    spec = mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=1, **{**options, "logs": None})
-    if spec.policy.scope == "worker":
-        raise ValueError(
-            "RestartPolicy has scope='worker', or keep_going=True is set, but a rank that is replaced cannot join "
-            "Lightning's process group; use scope='group'"
-        )
-
-
-class _StrategyHook:
-    """What `watched` adds to a strategy. Ranks must not get it, so `__reduce__` of a subclass pickles another object, and
-    `__deepcopy__` keeps `copy.deepcopy` from using that.
+class _LauncherFactory:
+    """Replaces the method `_configure_launcher` of a strategy, which chooses the strategy's launcher. A rank gets the
+    strategy's own method.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        options: dict[str, Any],
-        launchers: ModuleType,
-        run: Callable[..., "mpwatch.RunResult[Any]"] | None,
-    ) -> None:
-        self._strategy = strategy
-        self._options = options
-        self._launchers = launchers
-        self._run_on_nodes = run
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(copy.deepcopy(self._strategy, memo), self._options, self._launchers, self._run_on_nodes)
-
-
-class _LauncherFactory(_StrategyHook):
-    """Replaces the method `_configure_launcher` of a strategy. This method chooses the strategy's launcher."""
+    def __init__(self, strategy: Any, options: dict[str, Any], launchers: ModuleType, run: RunOnNodes | None) -> None:
+        self._strategy, self._options, self._launchers, self._run_on_nodes = strategy, options, launchers, run
 
     def __call__(self) -> None:
         strategy, options, launchers = self._strategy, self._options, self._launchers
         if strategy.cluster_environment.creates_processes_externally:
             type(strategy)._configure_launcher(strategy)
             return
-        if strategy.num_nodes > 1 and self._run_on_nodes is None:
+        run = mpwatch.run
+        if self._run_on_nodes is not None:
+            run = partial(self._run_on_nodes, nodes=strategy.num_nodes)
+        elif strategy.num_nodes > 1:
             raise ValueError(
                 f"watched() starts ranks on one machine, but num_nodes={strategy.num_nodes}; use what starts nodes, as in "
                 "watched(DDPStrategy(), run=mpwatch.integrations.ray.run), or use torchrun"
             )
-        mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=strategy.num_processes, **options)  # checks the ranks named in `logs`
+        if mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=strategy.num_processes, **options).policy.scope == "worker":
+            raise ValueError("a rank that is restarted alone cannot join Lightning's process group; use scope='group'")
         # Fabric refuses launch() without a function if its launcher is of this class.
-        launchers._MultiProcessingLauncher.register(_FabricLauncher)
-        launcher_class = _TrainerLauncher if hasattr(launchers, "TrainerState") else _FabricLauncher
-        strategy._launcher = launcher_class(strategy, options, launchers, self._run_on_nodes)
+        launchers._MultiProcessingLauncher.register(_Launcher)
+        launcher_class = _TrainerLauncher if hasattr(launchers, "TrainerState") else _Launcher
+        capture_state = launchers._GlobalStateSnapshot.capture
+        strategy._launcher = launcher_class(partial(run, nprocs=strategy.num_processes, **options), capture_state)
 
     def __reduce__(self) -> Any:
         return partial, (type(self._strategy)._configure_launcher, self._strategy)
 
 
-class _FabricLauncherInRank:
-    """The launcher of a strategy in a rank. The method `launch` only calls the function, and starts no processes."""
+class _Launcher:
+    """The launcher of Fabric. In a rank there is None, so Lightning calls its functions there itself."""
 
     is_interactive_compatible = True
 
-    def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-
-class _TrainerLauncherInRank(_FabricLauncherInRank):
-    def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002
-        return function(*args, **kwargs)
-
-    def kill(self, _: int) -> None:
-        """Do nothing, because this launcher has started no processes."""
-
-
-class _Launcher(_StrategyHook):
-    """The parts of Lightning's launcher interface that Trainer and Fabric share."""
-
-    is_interactive_compatible = True
-    _class_in_rank: type
+    def __init__(self, run: Callable[..., Any], capture_state: Callable[[], Any]) -> None:
+        self._run_function, self._capture_state = run, capture_state
 
     def __reduce__(self) -> Any:
-        return self._class_in_rank, ()
+        return type(None), ()
 
     def _run(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        job = self._launchers._GlobalStateSnapshot.capture(), trainer, function
+        job = self._capture_state(), trainer, function
         # The caller's arguments come first. If one of them cannot be sent, the error then names a short path such as
         # args[0].lock, and not a long path inside a trainer.
-        run = mpwatch.run
-        if self._run_on_nodes is not None:
-            run = partial(self._run_on_nodes, nodes=self._strategy.num_nodes)
-        return run(_run_in_rank, self._strategy.num_processes, args=(*args, job), kwargs=kwargs, **self._options)[0]
-
-
-class _FabricLauncher(_Launcher):
-    _class_in_rank = _FabricLauncherInRank
+        return self._run_function(_run_in_rank, args=(*args, job), kwargs=kwargs)[0]
 
     def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -219,7 +163,6 @@ class _FabricLauncher(_Launcher):
 
 
 class _TrainerLauncher(_Launcher):
-    _class_in_rank = _TrainerLauncherInRank
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,7 @@ imports only its modules `__init__` and `names`.
 - In pytest's own process, the plugin raises the exception of the rank that failed first. pytest handles skips, expected
   failures and tracebacks of a marked test in the same way as for any other test. If one rank skips the test and another
   rank fails, the test fails.
-- pytest's report of a test shows the output of each rank in a separate section. pytest also reports the warnings of the
-  ranks, and the properties that the ranks have recorded (`record_property`).
+- pytest's report of a test shows the output of each rank, its warnings too, in a separate section.
 """
 
 import pytest

@@ -5,18 +5,17 @@ have the same options share one `ModuleGroup`. The module `rank_session` has the
 """
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import pytest
 
 from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
 from mpwatch.integrations.pytest_plugin.names import MARK
 from mpwatch.integrations.pytest_plugin.rank_session import (
-    PassedTestData,
     SessionConfig,
     TestRequest,
     end_session,
@@ -27,11 +26,9 @@ from mpwatch.integrations.pytest_plugin.rank_session import (
     tear_down_fixtures,
 )
 
-T = TypeVar("T")
 SHARED_FIXTURES = ("tmp_path",)  # set up in this process, and sent to all ranks
 TMP_PATH_FACTORY = "tmp_path_factory"  # pytest keeps its folders for some time after the tests
 STALL_SECONDS = 5.0  # for ranks that do not meet in a collective: steps of tests are shorter than those of trainings
-RESERVED_OPTIONS = ("check", "logs", "progress")  # options of WorkerGroup that the plugin sets itself
 PLAIN_TYPES = str | int | float | bool | None
 SKIP_OR_XFAIL = (pytest.skip.Exception, pytest.xfail.Exception)
 DEBUGGER_PLUGIN = "pdbinvoke"  # the plugin of pytest that opens pdb after a failure
@@ -74,14 +71,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
     """The mark of the test itself has priority over those of its class and module."""
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
-        if len(mark.args) > 1:
-            _fail_bad_mark(f"it takes one positional argument, nprocs, but has {len(mark.args)}: {mark.args!r}")
-        if mark.args and "nprocs" in mark.kwargs:
-            _fail_bad_mark(f"it has nprocs twice: {mark.args[0]!r} and {mark.kwargs['nprocs']!r}")
         options.update(zip(("nprocs",), mark.args, strict=False), **mark.kwargs)
-    for name in RESERVED_OPTIONS:
-        if name in options:
-            _fail_bad_mark(f"the plugin sets the option {name!r} itself; omit it")
     return options
 
 
@@ -109,7 +99,7 @@ class ModuleGroup:
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
         folder = _get_fixture_values(item)[TMP_PATH_FACTORY].mktemp("mpwatch")
-        capture = item.config.getoption("capture", "no")
+        capture = item.config.getoption("capture")
         log_dir = None if capture == "no" else folder / "logs"
         logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
         self._session_config = _make_session_config(item.config, module, folder)
@@ -118,14 +108,14 @@ class ModuleGroup:
         try:
             if not isinstance(backend := options.get("backend"), Backend):
                 options = {**options, "backend": Backend(backend, stall_after=STALL_SECONDS)}
-            self._group = WorkerGroup(**options, logs=logs, progress=False)
+            self._group = WorkerGroup(**options, logs=logs, progress=False, check=False)
         except (TypeError, ValueError) as error:
             _fail_bad_mark(str(error))
         except LaunchError as error:
             _fail_without_traceback(str(error))
 
-    def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
-        """Run the test in all ranks, and add its output, warnings and properties to pytest's report. Return failures."""
+    def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunResult[Any]]:
+        """Run the test in all ranks, and add its output to pytest's report. Return the results of failed calls."""
         __tracebackhide__ = True
         next_item = item.stash.get(NEXT_ITEM, None)
         request = TestRequest(
@@ -133,46 +123,39 @@ class ModuleGroup:
             next_name=get_name_in_module(next_item) if next_item and get_module(next_item) is get_module(item) else None,
             shared_fixtures={name: value for name, value in _get_fixture_values(item).items() if name in SHARED_FIXTURES},
         )
-        result: RunResult[Any]
-        result, failure = self._call(partial(prepare_session, self._session_config))
-        if failure is None:
+        result = self._call(partial(prepare_session, self._session_config))
+        if not _has_failed(result):
             with _terminal_input(item.config):
-                result, failure = self._call(partial(run_item, self._session_config, request), timeout)
+                result = self._call(partial(run_item, self._session_config, request), timeout)
             self._last_timeout = timeout
         self._add_report_sections(item, "call", result)
-        if failure is None:
-            _report_passed_data(item, list(result))
+        if not _has_failed(result):
             return []
         # The next call gets a new process group, and fixtures may have references to the old process group.
-        teardown_result, later = self._call_if_healthy(tear_down_fixtures)
-        if teardown_result is not None:
-            self._add_report_sections(item, "teardown", teardown_result)
-        return [failure, *later]
+        later = self._call_if_healthy(tear_down_fixtures)
+        for each in later:
+            self._add_report_sections(item, "teardown", each)
+        return [result, *filter(_has_failed, later)]
 
-    def close(self) -> list[RunFailedError]:
-        """Tear down the remaining fixtures, and end the ranks. Return the failures of the fixtures."""
+    def close(self) -> list[RunResult[Any]]:
+        """Tear down the remaining fixtures, and end the ranks. Return the results of failed calls."""
         __tracebackhide__ = True
         with self._group:
-            result, failures = self._call_if_healthy(end_session)
-        if result is not None:
+            results = self._call_if_healthy(end_session)
+        for result in results:
             for title, text in self._read_new_output(result):
                 sys.stdout.write(f"{title}:\n{text}")
-        return failures
+        return [*filter(_has_failed, results)]
 
-    def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
+    def _call_if_healthy(self, fn: Callable[[], None]) -> list[RunResult[Any]]:
         """If the WorkerGroup is healthy, call `fn` in all ranks, with the timeout that the last test had."""
         __tracebackhide__ = True
-        if self._group.state is not WorkerState.HEALTHY:
-            return None, []
-        result, failure = self._call(fn, self._last_timeout)
-        return result, [] if failure is None else [failure]
+        return [self._call(fn, self._last_timeout)] if self._group.state is WorkerState.HEALTHY else []
 
-    def _call(self, fn: Callable[[], T], timeout: float | None = None) -> tuple[RunResult[T], RunFailedError | None]:
+    def _call(self, fn: Callable[[], None], timeout: float | None = None) -> RunResult[Any]:
         __tracebackhide__ = True
         try:
-            return self._group.run(fn, timeout=timeout), None
-        except RunFailedError as error:
-            return error.result, error
+            return self._group.run(fn, timeout=timeout)
         except (TypeError, ValueError) as error:  # the timeout is bad, as the user chooses no other argument
             _fail_bad_mark(str(error))
         except LaunchError as error:
@@ -206,9 +189,8 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
     # Plugins that support xdist pass values to its workers in `workerinput`. For example, pytest-randomly passes its seed.
     # These values have the names of options.
     options = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN_TYPES)}
-    capture = ("--capture=no",) if config.pluginmanager.has_plugin("capture") else ()
     return SessionConfig(
-        args=(*map(str, config.invocation_params.args), *capture),
+        args=(*map(str, config.invocation_params.args), "--capture=no"),
         invocation_dir=str(config.invocation_params.dir),
         module=str(module),
         temporary_dir=str(folder),
@@ -220,10 +202,7 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
 @contextmanager
 def _terminal_input(config: pytest.Config) -> Iterator[None]:
     """Stop pytest's capture of stdin, so that a debugger can read from the terminal."""
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture is None:
-        yield
-        return
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
     capture.suspend(in_=True)
     try:
         yield
@@ -231,46 +210,42 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
         capture.resume()
 
 
-def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
-    for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
-        arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
-        item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
-    for data in data_of_ranks:
-        item.user_properties += [value for value in data.properties if value not in item.user_properties]
-
-
 def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
     return getattr(item, "funcargs", {})
 
 
-def _raise_failure(*failures: RunFailedError) -> None:
+def _has_failed(result: RunResult[Any]) -> bool:
+    return result.state is not WorkerState.SUCCEEDED
+
+
+def _raise_failure(*failed: RunResult[Any]) -> None:
     """Raise the exception of the rank that failed first, with notes about other ranks and later failures."""
     __tracebackhide__ = True
-    if not failures:
+    if not failed:
         return
-    causes = [(failure, _find_cause(failure)) for failure in failures]
-    failure, cause = next((each for each in causes if not _is_skip_or_xfail(each[1])), causes[0])
-    later = [f"later, when fixtures were torn down: {other}" for other in failures[failures.index(failure) + 1 :]]
+    causes = [_find_cause(result) for result in failed]
+    first = next((n for n, cause in enumerate(causes) if not _is_skip_or_xfail(cause)), 0)
+    result, cause = failed[first], causes[first]
+    later = [f"later, when fixtures were torn down: {RunFailedError(each)}" for each in failed[first + 1 :]]
     if cause is None or cause.exception is None:  # a rank died, or the timeout expired
-        _fail_without_traceback("\n".join([str(failure), *later]))
+        _fail_without_traceback("\n".join([str(RunFailedError(result)), *later]))
     error = cause.exception
     if _is_skip_or_xfail(cause):
         raise error
-    others = failure.result.fates if cause is failure.root_cause else [failure.result.verdict]
-    notes = [f"in rank {cause.rank} of {len(failure.result.workers)}", *(f"  {line}" for line in others), *later]
+    others = result.fates if cause is result.root_cause else [result.verdict]
+    notes = [f"in rank {cause.rank} of {len(result.workers)}", *(f"  {line}" for line in others), *later]
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # pytest shows no notes of such an exception
         _fail_without_traceback("\n".join([str(error), *notes]))
     error.add_note("\n".join(notes))
     raise error
 
 
-def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
+def _find_cause(result: RunResult[Any]) -> ProcessFailure | None:
     """Return the root cause, or an unexpected failure of another rank if that is a skip or an expected failure."""
-    root_cause = failure.root_cause
+    root_cause = result.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
-    others = failure.result.failures.values()
+    others = result.failures.values()
     return next((other for other in others if not other.is_secondary and not _is_skip_or_xfail(other)), root_cause)
 
 

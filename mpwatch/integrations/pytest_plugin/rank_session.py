@@ -10,7 +10,7 @@ import pdb  # noqa: T100  for the option --pdb
 import sys
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from warnings import WarningMessage, formatwarning
@@ -66,12 +66,6 @@ class TestRequest:
     """Values of fixtures that the controller has set up, by name."""
 
 
-@dataclass(frozen=True)
-class PassedTestData:
-    warnings: list[WarningMessage] = field(default_factory=list)
-    properties: list[tuple[str, object]] = field(default_factory=list)
-
-
 def get_module(item: pytest.Item) -> pytest.File:
     return next(node for node in item.listchain() if isinstance(node, pytest.File))
 
@@ -87,10 +81,10 @@ def prepare_session(config: SessionConfig) -> None:
     _get_session(config)
 
 
-def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
+def run_item(config: SessionConfig, request: TestRequest) -> None:
     """Set up the test, call it, and tear it down. If the test fails or is skipped, raise an exception that says why."""
     __tracebackhide__ = True
-    return _get_session(config).run_item(request)
+    _get_session(config).run_item(request)
 
 
 def _get_session(config: SessionConfig) -> "RankSession":
@@ -162,7 +156,7 @@ class RankSession:
         # Deselected items are included, since the controller has already selected the tests.
         self._items = {get_name_in_module(item): item for item in self._collected_items}
 
-    def run_item(self, request: TestRequest) -> PassedTestData:
+    def run_item(self, request: TestRequest) -> None:
         __tracebackhide__ = True
         item = self._items.get(request.name)
         if item is None:
@@ -171,18 +165,15 @@ class RankSession:
             raise pytest.fail.Exception("\n".join([text, *self._collection_errors]), pytrace=False)
         self._shared_fixtures = request.shared_fixtures
         self._reports: list[tuple[pytest.CallInfo[None], pytest.TestReport]] = []
-        self._passed_data = PassedTestData(properties=item.user_properties)
-        item.user_properties.clear()  # the item may run again
         self.tear_down(keep_for=item)  # if the expected next test was skipped, its fixtures are still set up
         next_item = item.parent if request.next_name is None else self._items.get(request.next_name, item.parent)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if (error := self._find_error()) is not None:
             raise error
-        return self._passed_data
 
     def _find_error(self) -> BaseException | None:
         """Return the exception for the test: that of the first failure, or else of the skip or the xfail. The rank sends
-        only this one, so further failures, captured logging and warnings go to stderr.
+        only this one, so further failures and captured logging go to stderr.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.
@@ -194,8 +185,6 @@ class RankSession:
             sys.stderr.write(f"{report.longreprtext}\n")
         for title, text in self._reports[-1][1].sections:
             sys.stderr.write(f"{title}:\n{text}\n")
-        for warning in self._passed_data.warnings:
-            sys.stderr.write(formatwarning(warning.message, warning.category, warning.filename, warning.lineno))
         return _make_sendable_error(*errors[0])
 
     def tear_down(self, keep_for: pytest.Item | None = None) -> None:
@@ -238,13 +227,9 @@ class RankSession:
         return report
 
     def pytest_warning_recorded(self, warning_message: WarningMessage, when: str) -> None:
-        if when != "runtest":  # other warnings are issued in the watcher, too
-            return
-        # A copy with plain values, since a warning may refer to objects that cannot be sent.
-        warning = WarningMessage(
-            str(warning_message.message), warning_message.category, warning_message.filename, warning_message.lineno
-        )
-        self._passed_data.warnings.append(warning)
+        if when == "runtest":  # other warnings are issued in the watcher, too
+            where = warning_message.filename, warning_message.lineno
+            sys.stderr.write(formatwarning(warning_message.message, warning_message.category, *where))
 
 
 def _make_sendable_error(call: pytest.CallInfo[None], report: pytest.TestReport) -> BaseException:

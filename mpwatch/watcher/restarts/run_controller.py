@@ -117,7 +117,7 @@ class RunController(Generic[T]):
             decision = self._decide(evidence, result)
             if decision is not None:
                 return None if self._has_failed else self._restart(evidence, result, decision)
-        may_go_on = has_failed and (self._spec.keeps_going or self._watcher.loop.stop_request is not None)
+        may_go_on = has_failed and (self._spec.keep_going or self._watcher.loop.stop_request is not None)
         if evidence.stop_reason is not StopReason.SUCCEEDED and not may_go_on:
             self._has_failed = True
             self._watcher.post(self._watcher.loop.end_calls, StopReason.INTERRUPTED)
@@ -133,7 +133,7 @@ class RunController(Generic[T]):
             decision = budget.decide(self._build_failed_attempt(evidence, result))
         if decision.delay is None:
             self._no_restart_reason = self._no_restart_reason or decision.no_restart_reason
-            if self._spec.keeps_going:
+            if self._spec.keep_going:
                 what = result.verdict if result.root_cause is None else str(result.root_cause)
                 log_now(logging.WARNING, "%s; no other rank is stopped, because of keep_going=True", what)
             return None
@@ -222,7 +222,7 @@ class RunController(Generic[T]):
             was_signalled = was_interrupted or any(evidence.signum is not None for evidence in latest)
             self._no_restart_reason = self._find_stop_reason() or ("this process received a signal" if was_signalled else "")
         parts = list(self._last_attempts.values())
-        merged = merge_results(parts, self._restartable_groups, keep_going=self._spec.keeps_going)
+        merged = merge_results(parts, self._restartable_groups, keep_going=self._spec.keep_going)
         have_all_returned = all(evidence.stop_reason is StopReason.SUCCEEDED for evidence in latest)
         if have_all_returned and merged.state is WorkerState.FAILED and may_restart:
             self._no_restart_reason = "all ranks had returned, but a return value cannot be unpickled"

@@ -120,7 +120,6 @@ def test_a_function_may_return_any_collection_of_cpus(returned):
         ((), ValueError, "has no CPU"),
         (range(9), ValueError, "has CPUs 4-8"),
         (None, TypeError, "must be a set of CPU numbers, not None"),
-        ([0, "1"], TypeError, "must be a set of CPU numbers, but it has '1'"),
     ],
 )
 def test_what_a_function_returns_is_checked(returned, error, text):

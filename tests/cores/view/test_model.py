@@ -13,7 +13,7 @@ from mpwatch.live_view import formatting
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.model import SnapshotBuilder
 from mpwatch.live_view.notebook import render_html
-from mpwatch.live_view.rich_rows import RichRenderer
+from mpwatch.live_view.rich_rows import render
 from mpwatch.results.rank_status import RankReport, RankStatus
 
 MB = 1_000_000
@@ -61,19 +61,19 @@ def test_a_rate_is_the_mean_of_ten_seconds_by_the_times_of_the_reports(reports, 
 
 def test_the_row_of_a_rank():
     # the cells: rank, state, step, steps/s, metrics, memory, CPU, heartbeat
-    started = status(memory=5000, cpu_seconds=10.0, heartbeat_at=0.0)
+    started = status(memory=5 * MB, cpu_seconds=10.0, heartbeat_at=0.0)
     late = {"state": WorkerState.UNHEALTHY, "cpu_seconds": 13.0, "memory": 1500 * MB, "heartbeat_at": 1.0}
     later = status(step=7, total=None, now=2.0, restart_count=2, **late)
     assert row_cells(status()) == ("0", "running", DASH, DASH, "", DASH, DASH, DASH)
     assert row_cells(started, later) == ("0", "late, restart 2", "7", DASH, "", "1.5 GB", "150 %", "1.0 s ago")
     ended = status(now=3.0, heartbeat_at=0.0, state=WorkerState.SUCCEEDED)
-    assert row_cells(started, ended) == ("0", "returned", DASH, DASH, "", "5 kB", DASH, DASH)
+    assert row_cells(started, ended) == ("0", "returned", DASH, DASH, "", "5 MB", DASH, DASH)
 
 
 def test_names_of_metrics_are_escaped():
     names = {"\x1b[2Jloss\n": 1.0, "[red]": 2.0, "<b>": 3.0, "\ud800": 4.0, "x" * 100: 5.0, "sixth": 6.0, "seventh": 7.0}
     seen = status(step=1, metrics=names)
-    assert row_cells(seen)[4] == f"?[2Jloss? 1, [red] 2, <b> 3, \\ud800 4, {'x' * 39}… 5, sixth 6, …"
+    assert row_cells(seen)[4] == rf"\x1b[2Jloss\n 1, [red] 2, <b> 3, \ud800 4, {'x' * 40} 5, sixth 6, …"
     html = render_html(snapshot_of(seen))
     assert ("&lt;b&gt; 3" in html, "<b> 3" in html) == (True, False)
 
@@ -103,16 +103,6 @@ def test_the_overall_line(line, statuses):
     assert formatting.format_overall(snapshot_of(*statuses)) == line
 
 
-def test_progress_after_a_restart_is_unknown_until_the_rank_reports():
-    builder = SnapshotBuilder()
-    done = status(0, 100, **DONE)
-    builder.update([done, status(1, 60)])
-    for state in (WorkerState.INIT, WorkerState.HEALTHY):
-        assert builder.update([done, status(1, pid=7, state=state)]).overall.step is None
-    assert builder.update([done, status(1, 40, pid=7)]).overall.step == 40
-    assert builder.update([done, status(1, pid=8, state=WorkerState.FAILED)]).overall.step == 100
-
-
 def test_more_than_sixteen_ranks_are_summarized():
     assert not formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(16))))
     assert formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(17))))
@@ -140,7 +130,7 @@ def test_a_table_for_a_notebook():
 
 
 def render_lines(*statuses, columns=100, rows=40, encoding="utf-8"):
-    lines = RichRenderer(encoding).render(snapshot_of(*statuses), columns, rows)
+    lines = render(snapshot_of(*statuses), columns, rows, encoding)
     return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in lines]
 
 

@@ -22,8 +22,8 @@ def send(emulator, text):
     emulator.feed(text.replace("\n", "\r\n").encode())
 
 
-def draw(emulator, region, lines, **more):
-    emulator.feed(region.draw(emulator.screen.columns, emulator.screen.lines, lines, **more).encode())
+def draw(emulator, region, lines):
+    emulator.feed(region.draw(emulator.screen.columns, emulator.screen.lines, lines).encode())
 
 
 def numbered(first, last):
@@ -47,17 +47,6 @@ def test_a_view_that_grows_and_shrinks(emulator):
     assert text_rows(emulator) == [*numbered(1, 8), *[f"after {height}" for height in heights]]
 
 
-def test_another_program_may_have_reset_the_terminal(emulator):
-    """As when `reset` is run while this program is stopped."""
-    region = ScrollRegion()
-    draw(emulator, region, VIEW)
-    emulator.feed(b"\x1bc")
-    send(emulator, "".join(f"{line}\n" for line in numbered(1, 12)))
-    draw(emulator, region, VIEW, is_state_known=False)
-    send(emulator, "more\n")
-    assert emulator.rows() == [*numbered(7, 12), "more", "", *VIEW]
-
-
 def test_the_view_is_removed_wherever_a_drawing_has_ended():
     """At Ctrl-Z the kernel discards what the terminal has not shown yet."""
     region = ScrollRegion()
@@ -67,7 +56,7 @@ def test_the_view_is_removed_wherever_a_drawing_has_ended():
         send(emulator, "one\ntwo\n")
         draw(emulator, region, VIEW)
         send(emulator, region.draw(COLUMNS, ROWS, VIEW)[:cut])
-        send(emulator, region.recover() + "next\n")
+        send(emulator, region.release() + "next\n")
         assert [row.strip() for row in text_rows(emulator)] == ["one", "two", "next"], cut
         assert emulator.screen.margins is None
         assert DECAWM in emulator.screen.mode
