@@ -4,16 +4,20 @@ It runs the coordinator, and receives what the nodes send to the driver by their
 signed with the secret of the job (nodes/frames.py) before it is loaded.
 """
 
+import asyncio
 import logging
 import pickle
 import queue
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.nodes.coordinator import Decided
+from mpwatch.nodes.frames import Loop
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import LinkHello
 from mpwatch.nodes.node_thread import make_coordinator
@@ -45,20 +49,33 @@ class JobServer:
         except OSError as error:
             text = f"the driver cannot listen at {address}, which must be an address of this machine: {error}"
             raise LaunchError(text) from error
-        self._coordinator = make_coordinator(spec, has_own_node=False)
-        log_warning = partial(log_now, logging.WARNING, "%s")
-        self._server = Server(listener, self._coordinator, spec.rendezvous, log_warning, driver=self)
         self.port: int = listener.getsockname()[1]
-        self._server.start()
+        self._spec, self._rendezvous = spec, spec.rendezvous
+        self._loop = Loop()
+        self._is_closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="mpwatch-coordinator", daemon=True)
+        self._thread.start()
 
     def expect_nodes(self, count: int) -> None:
         """Let the ranks start as soon as so many nodes have joined."""
-        self._server.post(lambda now: self._coordinator.expect_nodes(count, now))
+        self._loop.call_soon_threadsafe(lambda: self._server.expect_nodes(count))
 
     def close(self) -> None:
-        self._server.close()
+        self._loop.call_soon_threadsafe(self._is_closed.set)
+        self._thread.join()
 
     # ---- in the server's thread
+
+    def _run(self, listener: socket.socket) -> None:
+        with closing(self._loop):
+            self._loop.run_until_complete(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        coordinator = make_coordinator(self._spec, has_own_node=False)
+        self._server = Server(coordinator, self._rendezvous, partial(log_now, logging.WARNING, "%s"), driver=self)
+        await self._server.start(listener)
+        await self._is_closed.wait()
+        await self._server.close()
 
     def on_decision(self, decided: Decided) -> None:
         self.messages.put(("decided", 0, decided))

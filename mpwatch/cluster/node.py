@@ -14,8 +14,8 @@ from typing import Any
 import mpwatch
 from mpwatch.api import start_run
 from mpwatch.cluster.engine import NodeOutcome
-from mpwatch.nodes.address import RETRY_SECONDS
-from mpwatch.nodes.frames import READ_SIZE, Framing
+from mpwatch.nodes.frames import Framing
+from mpwatch.nodes.joining import RETRY_SECONDS
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
@@ -24,6 +24,7 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.wire.pickling.reducers import pack_by_value
 
 CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0
+READ_SIZE = 1 << 16
 ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
 
 
