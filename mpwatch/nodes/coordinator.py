@@ -18,7 +18,8 @@ A node is lost if its connection ends, if it is silent for `node_timeout`, if it
 time. Then it is dismissed, and may join again like a new node. Nodes beyond the maximum wait until there is room.
 
 When a stop is requested on a node, all ranks hold before their next step (HoldSteps). Each node answers with the highest
-step that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted.
+step that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted. If a
+node has not started its ranks yet, the job ends.
 
 Guarantees: at most one decision about an attempt. Before it, the reports of all nodes that are not lost. The number of
 messages grows linearly with the number of nodes.
@@ -49,7 +50,6 @@ from mpwatch.nodes.messages import (
     NodeInfo,
     NodeLeaving,
     RanksStalled,
-    RanksStopped,
     Refused,
     StartAttempt,
     StepsHeld,
@@ -62,7 +62,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
-STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
+STOP_SECONDS = 10.0  # a node has this time after its grace period to stop its ranks and to report how they have ended
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long a job that has lost nodes waits for more than the least number of nodes
 TELL_SECONDS = 3.0  # after which a node is told that it still waits
 
@@ -288,17 +288,14 @@ class Coordinator:
         if isinstance(message, AttemptReport):
             check_failures(message)
             member.port = message.port or member.port
-        if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
+        if not isinstance(message, AttemptFailing | RanksStalled | StepsHeld | AttemptReport):
             return []
         if message.attempt != attempt.number or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
             return []
         if isinstance(message, AttemptFailing):
             return self._fail(node, now)
-        if isinstance(message, RanksStopped):
-            attempt.stopped.add(node)
-            return []
         if isinstance(message, StepsHeld):
-            return self._handle_held_steps(node, message, now)
+            return self._handle_held_steps(node, message)
         if isinstance(message, AttemptReport):
             return self._handle_report(member, node, message, now)
         self._set_collectives(node, message)
@@ -309,18 +306,14 @@ class Coordinator:
         is_running = self.stage is JobStage.RUNNING
         return self._broadcast(HoldSteps(self._attempt.number, cause)) if is_first and is_running else []
 
-    def _handle_held_steps(self, node: int, message: StepsHeld, now: float) -> list[CoordinatorAction]:
-        """When the ranks of all nodes hold, let all stop at one step. End the job if none is started yet in a restart."""
+    def _handle_held_steps(self, node: int, message: StepsHeld) -> list[CoordinatorAction]:
+        """When the ranks of all nodes hold, let all stop at one step."""
         attempt = self._attempt
-        if message.has_started:
-            attempt.held_steps[node] = message.step
-            if self.stage is not JobStage.RUNNING or not attempt.active <= attempt.held_steps.keys():
-                return []
-            highest = max((step for step in attempt.held_steps.values() if step is not None), default=None)
-            return self._broadcast(StopAtStep(attempt.number, self._stop_cause, highest))
-        attempt.unstarted.add(node)
-        is_before_restart = attempt.number > 0 and attempt.active <= attempt.unstarted
-        return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
+        attempt.held_steps[node] = message.step
+        if self.stage is not JobStage.RUNNING or not attempt.active <= attempt.held_steps.keys():
+            return []
+        highest = max((step for step in attempt.held_steps.values() if step is not None), default=None)
+        return self._broadcast(StopAtStep(attempt.number, self._stop_cause, highest))
 
     def judge_stalls(self, now: float) -> list[CoordinatorAction]:
         """Compare new collectives of all nodes, and stop the attempt if one can never end. Called once after all new
@@ -343,13 +336,18 @@ class Coordinator:
         self._has_new_collectives = True
 
     def _handle_report(self, member: _Member, node: int, report: AttemptReport, now: float) -> list[CoordinatorAction]:
+        actions: list[CoordinatorAction] = []
         if report.outcome is AttemptOutcome.STOPPED and self.stage is JobStage.RUNNING:
-            # No StopAttempt was sent, so the lease of the node's ranks has expired (NodeThread._renew_lease).
-            return self.lose(member.number, "it could not reach the coordinator for a while, and has stopped its ranks", now)
+            if not self._stop_cause:
+                # No StopAttempt was sent, so the lease of the node's ranks has expired (NodeThread._renew_lease).
+                reason = "it could not reach the coordinator for a while, and has stopped its ranks"
+                return self.lose(member.number, reason, now)
+            # Its ranks had not been started when the stop was requested.
+            actions = self._stop_attempt(describe_stop(self._stop_cause), now)
         self._attempt.reports[node] = report
         self._set_collectives(node, report)
         has_failed = report.outcome not in (AttemptOutcome.SUCCEEDED, AttemptOutcome.STOPPED)
-        return (self._fail(node, now) if has_failed else []) + self._decide_if_complete(now)
+        return actions + (self._fail(node, now) if has_failed else []) + self._decide_if_complete(now)
 
     def _fail(self, node: int, now: float) -> list[CoordinatorAction]:
         if node not in self._attempt.failure_order:
@@ -371,7 +369,7 @@ class Coordinator:
                 self.stage = JobStage.FINISHED
                 return []
             attempt = self._attempt
-            for node in sorted(attempt.active - attempt.stopped - attempt.reports.keys()):
+            for node in sorted(attempt.active - attempt.reports.keys()):
                 actions += self.lose(self._round[node].number, "it does not stop its ranks", now)
         if self.stage is JobStage.JOINING and now >= self._begin_at:
             actions += self._begin_if_complete(now)

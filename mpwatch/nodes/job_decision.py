@@ -42,8 +42,6 @@ class JobAttempt:
     infos: Sequence[NodeInfo] = ()
     failure_order: list[int] = field(default_factory=list)
     """The nodes whose ranks have failed, in the order of their messages."""
-    stopped: set[int] = field(default_factory=set)
-    """The nodes whose ranks have all exited."""
     reports: dict[int, AttemptReport] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """The reason for each lost node, the first one first."""
@@ -54,8 +52,6 @@ class JobAttempt:
     warned: set[Finding] = field(default_factory=set)
     held_steps: dict[int, int | None] = field(default_factory=dict)
     """The highest step that the ranks of a node have passed, if any, of each node whose ranks hold."""
-    unstarted: set[int] = field(default_factory=set)
-    """The nodes that had not started their ranks when a stop was requested."""
     was_stopped_for_newcomers: bool = False
     """Then a victim may have failed because of this stop."""
 

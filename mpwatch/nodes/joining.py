@@ -6,62 +6,50 @@ servers do not know a new node at once.
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mpwatch.errors import LaunchError
 from mpwatch.nodes.address import Endpoint, SocketAddress, connect, is_local_address, is_loopback, listen, resolve
 from mpwatch.nodes.frames import Connection, ForeignProgramError, SecretMismatchError
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import Joined, MessageToNode, NodeInfo, Refused, decode_message, encode_message
+from mpwatch.nodes.messages import Joined, MessageToNode, Refused, decode_message, encode_message
 from mpwatch.nodes.server import Server
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.clock import monotonic
+
+if TYPE_CHECKING:
+    from mpwatch.nodes.node_thread import NodeThread
 
 RETRY_SECONDS = 0.2
 ANSWER_SECONDS = 4.0  # for the program that listens there to greet, and to accept this node
 RETRY_OVER_SECONDS = 10.0  # for the end of an earlier job at the same endpoint
 
 
-class Member(Protocol):
-    """What a connection needs of its node."""
-
-    def make_info(self, own_address: str) -> NodeInfo: ...
-
-    def accept(self, connection: "NodeConnection") -> object:
-        """The coordinator has accepted this node."""
-
-    def handle(self, connection: "NodeConnection", message: MessageToNode) -> object:
-        """A further message has come."""
-
-    def lose(self, connection: "NodeConnection") -> object: ...
-
-
 class NodeConnection(Connection):
     """A node's connection to the coordinator. `answer` is its first message."""
 
-    def __init__(self, secret: bytes, member: Member) -> None:
+    def __init__(self, secret: bytes, node_thread: "NodeThread") -> None:
         super().__init__(secret, is_server=False)
         self.answer: asyncio.Future[MessageToNode] = asyncio.get_running_loop().create_future()
-        self._member, self._has_introduced_itself = member, False
+        self._node_thread, self._has_introduced_itself = node_thread, False
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.framing.is_greeted and not self._has_introduced_itself:
             self._has_introduced_itself = True
             own_address = str(self.transport.get_extra_info("sockname")[0])
-            self.send(encode_message(self._member.make_info(own_address)))
+            self.send(encode_message(self._node_thread.make_info(own_address)))
 
     def handle_message(self, data: bytes) -> None:
         message = decode_message(data)
         if not isinstance(message, MessageToNode):
             raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
         if self.answer.done():
-            self._member.handle(self, message)
+            self._node_thread.handle(self, message)
             return
         self.answer.set_result(message)
         if isinstance(message, Joined):
-            self._member.accept(self)
+            self._node_thread.accept(self)
 
     def handle_invalid(self, error: InvalidMessageError) -> None:
         if not self.answer.done():
@@ -71,20 +59,14 @@ class NodeConnection(Connection):
     def handle_end(self) -> None:
         if not self.answer.done():
             self.answer.set_exception(ConnectionError(f"what listens there has ended the connection ({self.end})"))
-        self._member.lose(self)
+        self._node_thread.lose(self)
 
 
 class Joining:
-    """Connects one node, at first and after it was dismissed. `serve` starts the server on a listening socket."""
+    """Connects one node, at first and after it was dismissed."""
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        member: Member,
-        serve: Callable[[socket.socket], Awaitable[Server]],
-        log_warning: Callable[[str], object],
-    ) -> None:
-        self._rendezvous, self._member, self._serve, self._log_warning = rendezvous, member, serve, log_warning
+    def __init__(self, rendezvous: Rendezvous, node_thread: "NodeThread") -> None:
+        self._rendezvous, self._node_thread = rendezvous, node_thread
         self.endpoint = Endpoint.parse(rendezvous.endpoint)
         self.server: Server | None = None
 
@@ -115,7 +97,7 @@ class Joining:
 
     async def _try(self, answer_seconds: float, *, may_wait_for_end: bool) -> None:
         connected = await connect(self.endpoint, await self._find_addresses())
-        make_connection = lambda: NodeConnection(self._rendezvous.key, self._member)  # noqa: E731
+        make_connection = lambda: NodeConnection(self._rendezvous.key, self._node_thread)  # noqa: E731
         _, connection = await asyncio.get_running_loop().create_connection(make_connection, sock=connected)
         answer: MessageToNode | None = None
         try:
@@ -147,7 +129,7 @@ class Joining:
         if self.server is None and (is_host or (local is not None and is_host is None)):
             listener = listen(self.endpoint, local, must_serve=bool(is_host))
             if listener is not None:
-                self.server = await self._serve(listener)
+                self.server = await self._node_thread.serve(listener)
                 self._warn_of_strangers(self.server.address[0])
         if self.server is None:
             return addresses
@@ -157,7 +139,7 @@ class Joining:
 
     def _warn_of_strangers(self, host: str) -> None:
         if not is_loopback(host) and not self._rendezvous.key:
-            self._log_warning(
+            self._node_thread.log_warning(
                 f"rendezvous at {self.endpoint}: there is no secret, so whoever can reach port {self.endpoint.port} can take"
                 " part in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
             )

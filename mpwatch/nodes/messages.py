@@ -112,17 +112,8 @@ class StepsHeld:
     """The ranks of this node wait before their next step until StopAtStep comes."""
 
     attempt: int
-    step: int | None = None
+    step: int | None
     """The highest step that a rank of this node has passed, or None if no rank has passed a step."""
-    has_started: bool = True
-    """Whether the ranks are started. If not, the node holds them when they start, and then sends this message again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStopped:
-    """All ranks of this node have ended. The AttemptReport follows; it may have to wait for user code."""
-
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,16 +259,7 @@ class AttemptDecision:
 
 
 MessageToCoordinator = (
-    NodeInfo
-    | LinkHello
-    | Beat
-    | AttemptFailing
-    | RanksStalled
-    | StopRequest
-    | StepsHeld
-    | RanksStopped
-    | AttemptReport
-    | NodeLeaving
+    NodeInfo | LinkHello | Beat | AttemptFailing | RanksStalled | StopRequest | StepsHeld | AttemptReport | NodeLeaving
 )
 MessageToNode = Beat | Joined | Refused | Dismissed | StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision
 Message = MessageToCoordinator | MessageToNode

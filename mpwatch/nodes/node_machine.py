@@ -3,7 +3,7 @@
     stage                it ends when ...                                               and then comes
     JOINING              StartAttempt comes                                             PREPARING
     PREPARING            the environments are made and the delay is over                RUNNING
-                         StopAttempt comes                                              AWAITING_DECISION
+                         StopAttempt or HoldSteps comes                                 AWAITING_DECISION
     RUNNING              a rank fails, or StopAttempt comes                             STOPPING
                          all ranks have returned, and the report is sent                AWAITING_DECISION
     STOPPING             all ranks have exited, and the report is sent                  AWAITING_DECISION
@@ -38,7 +38,6 @@ from mpwatch.nodes.messages import (
     NodeLeaving,
     RankRecord,
     RanksStalled,
-    RanksStopped,
     StartAttempt,
     StepsHeld,
     StopAtStep,
@@ -159,8 +158,7 @@ class NodeMachine:
         if self.stage is not NodeStage.PREPARING or attempt != self.attempt:
             return []  # the attempt was stopped meanwhile
         self.stage, self._has_ranks = NodeStage.RUNNING, True
-        hold = [HoldSteps(attempt, self._stop_cause)] if self._stop_cause else []
-        return [StartRanks(setups), *hold]
+        return [StartRanks(setups)]
 
     def report_failing(self) -> list[NodeAction]:
         """The attempt fails on this node. Its ranks have not exited yet."""
@@ -180,11 +178,6 @@ class NodeMachine:
     def report_steps_held(self, step: int | None) -> list[NodeAction]:
         """The ranks of this node hold, and this is the highest step that one of them has passed."""
         return [] if self._is_over() else [StepsHeld(self.attempt, step)]
-
-    def report_ranks_stopped(self) -> list[NodeAction]:
-        """All ranks of this node have exited. The AttemptReport follows."""
-        has_ranks = self.stage in (NodeStage.RUNNING, NodeStage.STOPPING)
-        return [RanksStopped(self.attempt)] if has_ranks else []
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
@@ -220,16 +213,19 @@ class NodeMachine:
 
     def _handle_stop(self, stop: StopAttempt) -> list[NodeAction]:
         if self.stage is NodeStage.PREPARING:
-            self.stage = NodeStage.AWAITING_DECISION
-            return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
+            return self._cancel_start()
         return self._stop_ranks(stop.reason) if self.stage is NodeStage.RUNNING else []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
-        """Hold the ranks, now or when they are started. If they have exited, only the highest step is reported."""
+        """Hold the ranks, or do not start them. If they have exited, only the highest step is reported."""
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
-            return [StepsHeld(self.attempt, has_started=False)]
+            return self._cancel_start()
         return [hold] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
+
+    def _cancel_start(self) -> list[NodeAction]:
+        self.stage = NodeStage.AWAITING_DECISION
+        return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
 
     def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
         if decision.ends_job:

@@ -54,7 +54,6 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.machine.transitions import (
     NO_LEASE,
-    CallStage,
     InterruptCause,
     Lease,
     StopReason,
@@ -95,7 +94,7 @@ class NodeThread:
         self._start_ranks: Callable[[list[RankSetup]], object]
         self._loop = Loop()
         self._loop.set_exception_handler(self._handle_bug)
-        self._joining = Joining(spec.rendezvous, self, self._serve, self._log_warning)
+        self._joining = Joining(spec.rendezvous, self)
         self._machine = NodeMachine()
         self._connection: NodeConnection | None = None
         self._port_socket: socket.socket | None = None  # keeps the port reserved
@@ -162,14 +161,12 @@ class NodeThread:
     # ---- called in the watcher thread
 
     def on_outcome_change(self, machine: CallMachine) -> None:
-        """A signal came, the attempt failed or timed out, or all ranks have exited. `machine` is that of the call."""
+        """A signal came, or the attempt failed or timed out. `machine` is that of the call."""
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post(lambda: self._machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post(self._machine.report_failing)
-        if machine.stage is CallStage.FINISHED and machine.signum is None:
-            self._post(self._machine.report_ranks_stopped)
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
         """See CollectiveMonitor."""
@@ -263,7 +260,7 @@ class NodeThread:
             self._fail(error)
         loop.default_exception_handler(context)
 
-    # ---- see Member
+    # ---- the connection, see NodeConnection
 
     def make_info(self, own_address: str) -> NodeInfo:
         assert isinstance(self._spec.nprocs, int)
@@ -378,11 +375,11 @@ class NodeThread:
             earlier.close()
         return int(self._port_socket.getsockname()[1])
 
-    async def _serve(self, listener: socket.socket) -> Server:
+    async def serve(self, listener: socket.socket) -> Server:
         coordinator = make_coordinator(self._spec, has_own_node=True)
-        server = Server(coordinator, self._rendezvous, self._log_warning)
+        server = Server(coordinator, self._rendezvous, self.log_warning)
         await server.start(listener)
         return server
 
-    def _log_warning(self, text: str) -> None:
+    def log_warning(self, text: str) -> None:
         self._deferred_log.warning("%s", text)

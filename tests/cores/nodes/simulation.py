@@ -137,7 +137,6 @@ class Node:
         self.ranks = Ranks.NONE
         if self.is_alive and outcome is not None:
             failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
-            self.execute(self.machine.report_ranks_stopped())
             self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 
     def report_steps(self):
