@@ -30,7 +30,6 @@ from functools import partial
 from typing import Any
 
 import mpwatch
-from mpwatch.cluster.attempts import JobAttempts
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.node import NodeSpec, run_node
@@ -118,7 +117,10 @@ class Driver:
         self._queue_timeout = queue_timeout
         self._queue_wait: QueueWait | None = None  # while no node has begun
         self._nodes: dict[int, _Node] = {}
-        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
+        self._may_restart = spec.policy.max_restarts > 0
+        self._round: RendezvousCompleted | None = None  # in which nodes have met last
+        self._is_round_counted = False  # whether its attempt is a restart that the policy allows
+        self._lost_attempts: list[mpwatch.Attempt] = []  # all nodes were lost in them, so no other node knows them
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
         self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
@@ -209,6 +211,9 @@ class Driver:
         if kind == "decided":
             self._decided = content
             self._handle_lost_job()
+            return
+        if number not in self._nodes:
+            log_now(logging.WARNING, "there is no node %d, but its number has connected", number)
             return
         node = self._nodes[number]
         if kind == "hello":
@@ -323,7 +328,7 @@ class Driver:
         if decided is None or not self._losses or self._count_running() or self._is_ending():
             return
         decision, now, cause = decided.decision, time.time(), self._losses[0]
-        ranks = self._attempts.end(now, cause, {loss.rank: loss for loss in self._losses})
+        lost = self._record_lost_attempt(now)
         if decision.ends_job:
             reason = decision.no_restart_reason if decided.is_without_nodes else "the ranks had ended before that"
             self._not_restarted = reason if self._may_restart else ""
@@ -334,7 +339,7 @@ class Driver:
             time=now,
             monotonic=monotonic(),
             run_id=self._rendezvous.run_id,
-            ranks=ranks,
+            ranks=lost.ranks,
             attempt=decision.attempt,
             cause=cause,
             delay=0.0,
@@ -343,8 +348,24 @@ class Driver:
         )
         with suppress(*USER_ERRORS):
             LogEvents()(event)
-        self._attempts.handle_event(event)
+        self._is_round_counted = event.is_counted
         self._call_observers(event)
+
+    def _record_lost_attempt(self, now: float) -> mpwatch.Attempt:
+        start = self._round
+        assert start is not None
+        attempt = mpwatch.Attempt(
+            number=start.attempt,
+            ranks=tuple(range(start.world_size)),
+            started_at=start.time,
+            elapsed=max(0.0, now - start.time),
+            state=mpwatch.WorkerState.FAILED,
+            failures={loss.rank: loss for loss in self._losses},
+            root_cause=self._losses[0],
+            is_counted=self._is_round_counted,
+        )
+        self._lost_attempts.append(attempt)
+        return attempt
 
     def _is_ending(self) -> bool:
         return self._is_stopping or self._has_outcome()
@@ -390,12 +411,13 @@ class Driver:
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
                 reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._not_restarted
-                result = self._attempts.complete(make_lost_result(self._losses))
-                return replace(result, notes=make_restart_notes(reason, result.attempts))
+                attempts = tuple(self._lost_attempts)
+                return replace(make_lost_result(self._losses), attempts=attempts, notes=make_restart_notes(reason, attempts))
             for error in (*errors, *late_errors):
                 raise error
         if results:
-            return self._attempts.complete(add_losses(merge_results(results), self._losses))
+            result = merge_results(results)
+            return add_losses(replace(result, attempts=(*self._lost_attempts, *result.attempts)), self._losses)
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -411,7 +433,7 @@ class Driver:
             )
             return
         if isinstance(event, RendezvousCompleted):
-            node.group_rank, node.ranks = event.group_rank, event.ranks
+            node.group_rank, node.ranks, self._round = event.group_rank, event.ranks, event
             self._losses.clear()
             if self._decided is not None and self._decided.decision.attempt < event.attempt:
                 self._decided = None
@@ -419,7 +441,8 @@ class Driver:
             self._server.expect_nodes(self._rendezvous.max_nodes)  # another number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
-        self._attempts.handle_event(event)
+        elif isinstance(event, Restarting):
+            self._is_round_counted = event.is_counted
         self._call_observers(event)
 
     def _call_observers(self, event: Event) -> None:

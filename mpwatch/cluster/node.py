@@ -80,7 +80,7 @@ class _DriverLink:
                 self._connect(spec)
                 return
             except (OSError, InvalidMessageError) as error:
-                if not tries_left or isinstance(error, ConnectionRefusedError):  # the driver has ended
+                if not tries_left:
                     host, port = spec.driver
                     text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
                     raise ConnectionError(text) from error

@@ -142,7 +142,7 @@ class Coordinator:
         self._acknowledged: set[int] = set()
         self._begin_at = self._deadline = math.inf  # when the job begins with the nodes that have joined; for nodes to stop
         self._attempt, self._round = JobAttempt(), list[_Member]()  # the nodes of the attempt, also those that are lost
-        self._has_new_collectives = False
+        self._has_new_collectives = self._is_restart_counted = False
 
     @property
     def deadline(self) -> float:
@@ -187,10 +187,6 @@ class Coordinator:
         if member.node is not None and self.stage is not JobStage.JOINING:
             has_left = member.node in self._acknowledged and member.node in self._attempt.reports
             return [] if has_left else self._lose(number, member.node, reason, now)
-        if self.stage is JobStage.JOINING and member.info.is_host:
-            self.stage = JobStage.FINISHED
-            over = Refused("the node whose program runs the coordinator has left")
-            return [Send(other, over) for other in self._members]
         if len(self._members) < self._min_nodes:
             self._begin_at = math.inf
         return [Send(number, Dismissed(reason))]
@@ -261,6 +257,7 @@ class Coordinator:
                 master_addr=infos[0].address,
                 master_port=members[0].port,
                 delay=delay,
+                is_counted=self._is_restart_counted,
             )
             actions.append(Send(member.number, start))
             role_ranks[role] += member.info.nprocs
@@ -409,7 +406,7 @@ class Coordinator:
             newcomers=self._count_newcomers(),
             stop_cause=self._stop_cause,
         )
-        self._deadline = math.inf
+        self._deadline, self._is_restart_counted = math.inf, decision.is_restart_counted
         actions, is_without_nodes = self._broadcast(decision), not self._attempt.active
         if is_without_nodes or decision.ends_job:
             actions.append(Decided(decision, is_without_nodes))

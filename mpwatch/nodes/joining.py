@@ -6,19 +6,16 @@ servers do not know a new node at once.
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.address import Endpoint, SocketAddress, connect, is_local_address, is_loopback, listen, resolve
+from mpwatch.nodes.address import Endpoint, SocketAddress, connect, is_local_address, listen, resolve
 from mpwatch.nodes.frames import Connection, ForeignProgramError, SecretMismatchError
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import Joined, MessageToNode, Refused, decode_message, encode_message
+from mpwatch.nodes.messages import Joined, MessageToNode, NodeInfo, Refused, decode_message, encode_message
 from mpwatch.nodes.server import Server
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.clock import monotonic
-
-if TYPE_CHECKING:
-    from mpwatch.nodes.node_thread import NodeThread
 
 RETRY_SECONDS = 0.2
 ANSWER_SECONDS = 4.0  # for the program that listens there to greet, and to accept this node
@@ -28,28 +25,32 @@ RETRY_OVER_SECONDS = 10.0  # for the end of an earlier job at the same endpoint
 class NodeConnection(Connection):
     """A node's connection to the coordinator. `answer` is its first message."""
 
-    def __init__(self, secret: bytes, node_thread: "NodeThread") -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        make_info: Callable[[str], NodeInfo],
+        handle: Callable[["NodeConnection", MessageToNode], object],
+        lose: Callable[["NodeConnection"], object],
+    ) -> None:
         super().__init__(secret, is_server=False)
         self.answer: asyncio.Future[MessageToNode] = asyncio.get_running_loop().create_future()
-        self._node_thread, self._has_introduced_itself = node_thread, False
+        self._make_info, self._handle, self._lose = make_info, handle, lose
+        self._has_introduced_itself = False
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.framing.is_greeted and not self._has_introduced_itself:
             self._has_introduced_itself = True
             own_address = str(self.transport.get_extra_info("sockname")[0])
-            self.send(encode_message(self._node_thread.make_info(own_address)))
+            self.send(encode_message(self._make_info(own_address)))
 
     def handle_message(self, data: bytes) -> None:
         message = decode_message(data)
         if not isinstance(message, MessageToNode):
             raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
-        if self.answer.done():
-            self._node_thread.handle(self, message)
-            return
-        self.answer.set_result(message)
-        if isinstance(message, Joined):
-            self._node_thread.accept(self)
+        if not self.answer.done():
+            self.answer.set_result(message)
+        self._handle(self, message)
 
     def handle_invalid(self, error: InvalidMessageError) -> None:
         if not self.answer.done():
@@ -59,14 +60,19 @@ class NodeConnection(Connection):
     def handle_end(self) -> None:
         if not self.answer.done():
             self.answer.set_exception(ConnectionError(f"what listens there has ended the connection ({self.end})"))
-        self._node_thread.lose(self)
+        self._lose(self)
 
 
 class Joining:
-    """Connects one node, at first and after it was dismissed."""
+    """Connects one node, at first and after it was dismissed. `serve` starts the server on a listening socket."""
 
-    def __init__(self, rendezvous: Rendezvous, node_thread: "NodeThread") -> None:
-        self._rendezvous, self._node_thread = rendezvous, node_thread
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        make_connection: Callable[[], NodeConnection],
+        serve: Callable[[socket.socket], Awaitable[Server]],
+    ) -> None:
+        self._rendezvous, self._make_connection, self._serve = rendezvous, make_connection, serve
         self.endpoint = Endpoint.parse(rendezvous.endpoint)
         self.server: Server | None = None
 
@@ -97,8 +103,7 @@ class Joining:
 
     async def _try(self, answer_seconds: float, *, may_wait_for_end: bool) -> None:
         connected = await connect(self.endpoint, await self._find_addresses())
-        make_connection = lambda: NodeConnection(self._rendezvous.key, self._node_thread)  # noqa: E731
-        _, connection = await asyncio.get_running_loop().create_connection(make_connection, sock=connected)
+        _, connection = await asyncio.get_running_loop().create_connection(self._make_connection, sock=connected)
         answer: MessageToNode | None = None
         try:
             async with asyncio.timeout(answer_seconds):
@@ -129,17 +134,9 @@ class Joining:
         if self.server is None and (is_host or (local is not None and is_host is None)):
             listener = listen(self.endpoint, local, must_serve=bool(is_host))
             if listener is not None:
-                self.server = await self._node_thread.serve(listener)
-                self._warn_of_strangers(self.server.address[0])
+                self.server = await self._serve(listener)
         if self.server is None:
             return addresses
         host, port = self.server.address[:2]
         own = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)  # noqa: S104  not bound to it
         return [(socket.AF_INET6 if ":" in own else socket.AF_INET, (own, port))]
-
-    def _warn_of_strangers(self, host: str) -> None:
-        if not is_loopback(host) and not self._rendezvous.key:
-            self._node_thread.log_warning(
-                f"rendezvous at {self.endpoint}: there is no secret, so whoever can reach port {self.endpoint.port} can take"
-                " part in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
-            )

@@ -198,6 +198,8 @@ class StartAttempt:
     master_port: int
     delay: float = 0.0
     """Seconds to wait before the start."""
+    is_counted: bool = False
+    """Whether it is one of the restarts that the policy allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,15 @@ class NodeMachine:
         self._stop_cause = ""  # what has requested a stop of the job
         self._loss = ""  # why the coordinator is lost
         self._dismissal = ""  # why the others count this node as lost
-        self._has_ranks = False  # whether this attempt has ranks that were not reported yet
         self._is_leaving = False
 
     @property
     def is_joining(self) -> bool:
         return self.stage is NodeStage.JOINING
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self.stage in (NodeStage.RUNNING, NodeStage.STOPPING)
 
     # ---- the coordinator
 
@@ -157,7 +160,7 @@ class NodeMachine:
         """The environments of this attempt's ranks are made, and the delay before a restart is over."""
         if self.stage is not NodeStage.PREPARING or attempt != self.attempt:
             return []  # the attempt was stopped meanwhile
-        self.stage, self._has_ranks = NodeStage.RUNNING, True
+        self.stage = NodeStage.RUNNING
         return [StartRanks(setups)]
 
     def report_failing(self) -> list[NodeAction]:
@@ -180,9 +183,9 @@ class NodeMachine:
         return [] if self._is_over() else [StepsHeld(self.attempt, step)]
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
-        if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
+        if not self._has_ranks:
             return []
-        self.stage, self._has_ranks = NodeStage.AWAITING_DECISION, False
+        self.stage = NodeStage.AWAITING_DECISION
         if self._loss:
             return self._fail_job(self._loss)
         if self._dismissal:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpwatch.errors import LaunchError
+from mpwatch.nodes.address import is_loopback
 from mpwatch.nodes.coordinator import Coordinator
 from mpwatch.nodes.frames import Loop, close_all
 from mpwatch.nodes.job_options import list_job_options
@@ -94,7 +95,7 @@ class NodeThread:
         self._start_ranks: Callable[[list[RankSetup]], object]
         self._loop = Loop()
         self._loop.set_exception_handler(self._handle_bug)
-        self._joining = Joining(spec.rendezvous, self)
+        self._joining = Joining(spec.rendezvous, self._make_connection, self._serve)
         self._machine = NodeMachine()
         self._connection: NodeConnection | None = None
         self._port_socket: socket.socket | None = None  # keeps the port reserved
@@ -260,9 +261,12 @@ class NodeThread:
             self._fail(error)
         loop.default_exception_handler(context)
 
-    # ---- the connection, see NodeConnection
+    # ---- the connection
 
-    def make_info(self, own_address: str) -> NodeInfo:
+    def _make_connection(self) -> NodeConnection:
+        return NodeConnection(self._rendezvous.key, self._make_info, self._handle, self._lose)
+
+    def _make_info(self, own_address: str) -> NodeInfo:
         assert isinstance(self._spec.nprocs, int)
         is_host = self._joining.server is not None
         left = self._run_deadline - monotonic()
@@ -281,13 +285,13 @@ class NodeThread:
             options=list_job_options(self._spec),
         )
 
-    def accept(self, connection: NodeConnection) -> None:
+    def _accept(self, connection: NodeConnection) -> None:
         self._connection = connection
         self._beats.clear()
         self._heard_at = self._beat_at = monotonic()
         self._send_beat(connection)
 
-    def lose(self, connection: NodeConnection) -> None:
+    def _lose(self, connection: NodeConnection) -> None:
         if connection is self._connection:
             self._connection = None
             reason = (
@@ -296,8 +300,10 @@ class NodeThread:
             )
             self._execute(self._machine.lose_coordinator(reason))
 
-    def handle(self, connection: NodeConnection, message: MessageToNode) -> None:
+    def _handle(self, connection: NodeConnection, message: MessageToNode) -> None:
         if connection is not self._connection:
+            if isinstance(message, Joined):
+                self._accept(connection)
             return
         self._heard_at = monotonic()
         if isinstance(message, Beat):
@@ -375,11 +381,17 @@ class NodeThread:
             earlier.close()
         return int(self._port_socket.getsockname()[1])
 
-    async def serve(self, listener: socket.socket) -> Server:
+    async def _serve(self, listener: socket.socket) -> Server:
+        host, port = listener.getsockname()[:2]
+        if not is_loopback(host) and not self._rendezvous.key:
+            self._log_warning(
+                f"rendezvous at {self._joining.endpoint}: there is no secret, so whoever can reach port {port} can take part"
+                " in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
+            )
         coordinator = make_coordinator(self._spec, has_own_node=True)
-        server = Server(coordinator, self._rendezvous, self.log_warning)
+        server = Server(coordinator, self._rendezvous, self._log_warning)
         await server.start(listener)
         return server
 
-    def log_warning(self, text: str) -> None:
+    def _log_warning(self, text: str) -> None:
         self._deferred_log.warning("%s", text)

@@ -196,8 +196,7 @@ class MultiNodeRunController(RunController[T]):
         return sum(attempt.is_counted for attempt in self._attempts)
 
     def _is_start_counted(self, attempt: int) -> bool:
-        latest = self._latest_decision  # None on a node that has just joined
-        return attempt > 0 and latest is not None and latest.is_restart_counted
+        return attempt > 0 and self._latest_start is not None and self._latest_start.is_counted
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
         observations.collect_stderr()
@@ -291,8 +290,6 @@ class MultiNodeRunController(RunController[T]):
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
             stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
             return replace(failure, stack="".join(stacks))
-        if failure.evidence == local.evidence:
-            return replace(local, is_secondary=failure.is_secondary)
         names = ("kind", "evidence", "summary", "is_secondary")
         return replace(local, **{name: getattr(failure, name) for name in names})
 

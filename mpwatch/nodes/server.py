@@ -201,7 +201,6 @@ class Server:
                 peer.send(encode_message(action.message))
                 if isinstance(action.message, Refused | Dismissed):
                     peer.has_last_message = True
-                    peer.is_stranger = isinstance(action.message, Refused)
                     peer.transport.write_eof()
                     self._loop.call_later(LINGER_SECONDS, peer.abort, "it has read the last message")
         if self._coordinator.stage is JobStage.FINISHED and not self.finished.done():
