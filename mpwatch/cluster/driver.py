@@ -50,7 +50,7 @@ from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
-ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
+ROOM_PERIOD = 0.5  # seconds between two questions to the engine what it waits for
 ERROR_LINES = 8  # of the end of the text of an engine's error
 
 
@@ -109,7 +109,7 @@ class Driver:
     ) -> None:
         assert spec.rendezvous is not None
         self.interrupt: KeyboardInterrupt | None = None
-        self._engine, self._server, self._view = engine, server, view
+        self._engine, self._view = engine, view
         self._messages, self._rendezvous = server.messages, spec.rendezvous
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers, self._progress_observers = [*spec.observers], [*spec.progress_observers]
@@ -125,19 +125,15 @@ class Driver:
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
         self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
         self._not_restarted = ""  # why the loss of all nodes has ended the job
-        self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
-        self._waits_for_more = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
 
-    def run(self, node_spec: NodeSpec, *, may_begin_early: bool) -> mpwatch.RunResult[Any] | None:
+    def run(self, node_spec: NodeSpec) -> mpwatch.RunResult[Any] | None:
         """Start the nodes, wait until the job is over, and return its result, or None after Ctrl-C if there is none.
 
-        `may_begin_early`: whether the job begins without the nodes for which the cluster has no room. Raises LaunchError,
-        and an error that a node has returned, unless Ctrl-C has stopped the job.
+        Raises LaunchError, and an error that a node has returned, unless Ctrl-C has stopped the job.
         """
         self._spec = node_spec
-        self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
         self._wait_for_room(self._begin_queue_wait())
         for _ in range(self._rendezvous.max_nodes):
             self._start_node()
@@ -172,9 +168,8 @@ class Driver:
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
     def _wait(self) -> None:
-        period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
-        seconds = min(due_at - monotonic(), self._view.seconds_to_next_update(), period)
+        seconds = min(due_at - monotonic(), self._view.seconds_to_next_update())
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
@@ -184,8 +179,6 @@ class Driver:
                 self._queue_wait.report(self._describe_queue())
         else:
             self._handle(*message)
-        if self._are_meeting:
-            self._check_arrivals()
         self._view.update()
 
     def _is_over(self) -> bool:
@@ -238,24 +231,6 @@ class Driver:
             self._handle_end(node, content)
 
     # --- Nodes
-
-    def _check_arrivals(self) -> None:
-        """Let the job begin with the nodes that have begun, if they are enough and the cluster has no room for more."""
-        nodes = [node for node in self._nodes.values() if not node.is_over]
-        count = sum(node.has_begun for node in nodes)
-        least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
-        if not least <= count < most:
-            return
-        if not self._waits_for_more:
-            self._waits_for_more = True
-            if seconds := self._rendezvous.last_call_timeout:
-                text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
-                log_now(logging.INFO, text, count, most, seconds)
-        if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
-            text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
-            log_now(logging.INFO, text, count, most)
-            self._server.expect_nodes(count)
-            self._are_meeting = self._waits_for_more = False
 
     def _start_node(self) -> None:
         number = len(self._nodes)
@@ -334,7 +309,7 @@ class Driver:
             self._not_restarted = reason if self._may_restart else ""
             self._stop_nodes()
             return
-        self._decided, self._are_meeting = None, True
+        self._decided = None
         event = Restarting(
             time=now,
             monotonic=monotonic(),
@@ -437,8 +412,6 @@ class Driver:
             self._losses.clear()
             if self._decided is not None and self._decided.decision.attempt < event.attempt:
                 self._decided = None
-            self._are_meeting = self._waits_for_more = False
-            self._server.expect_nodes(self._rendezvous.max_nodes)  # another number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         elif isinstance(event, Restarting):

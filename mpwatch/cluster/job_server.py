@@ -56,10 +56,6 @@ class JobServer:
         self._thread = threading.Thread(target=self._run, args=(listener,), name="mpwatch-coordinator", daemon=True)
         self._thread.start()
 
-    def expect_nodes(self, count: int) -> None:
-        """Let the ranks start as soon as so many nodes have joined."""
-        self._loop.call_soon_threadsafe(lambda: self._server.expect_nodes(count))
-
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._is_closed.set)
         self._thread.join()
@@ -72,10 +68,10 @@ class JobServer:
 
     async def _serve(self, listener: socket.socket) -> None:
         coordinator = make_coordinator(self._spec, has_own_node=False)
-        self._server = Server(coordinator, self._rendezvous, partial(log_now, logging.WARNING, "%s"), driver=self)
-        await self._server.start(listener)
+        server = Server(coordinator, self._rendezvous, partial(log_now, logging.WARNING, "%s"), driver=self)
+        await server.start(listener)
         await self._is_closed.wait()
-        await self._server.close()
+        await server.close()
 
     def on_decision(self, decided: Decided) -> None:
         self.messages.put(("decided", 0, decided))

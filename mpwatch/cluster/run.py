@@ -24,7 +24,6 @@ from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.reducers import pack_by_value
 
 T = TypeVar("T")
-LAST_CALL_SECONDS = 30.0
 ENGINE_METHODS = ("start", "cancel", "close")
 
 
@@ -34,7 +33,7 @@ class JobOptions(NodeOptions, OutputOptions, total=False):
     queue_timeout: float | None
     join_timeout: float
     node_timeout: float
-    last_call_timeout: float | None
+    last_call_timeout: float
     check: bool
 
 
@@ -57,7 +56,7 @@ def run(
     queue_timeout: float | None = None,
     join_timeout: float = 600.0,
     node_timeout: float = 15.0,
-    last_call_timeout: float | None = None,
+    last_call_timeout: float = 10.0,
     check: bool = True,
     **options: Unpack[NodeOptions],
 ) -> mpwatch.RunResult[T]:
@@ -81,9 +80,8 @@ def run(
             waits for.
         join_timeout: seconds that a node waits for the other nodes after its start.
         node_timeout: seconds without a sign of life after which a node is lost.
-        last_call_timeout: seconds to wait for more nodes after the minimum number of nodes has joined. None means 30 s. If
-            the engine knows that the cluster has no room for more nodes now, None means that the job begins at once. More
-            nodes may join later.
+        last_call_timeout: seconds to wait for more nodes after the minimum number of nodes has joined. More nodes may join
+            later.
         check: whether a failed job raises an exception. False means that `run` returns the result of the failed job.
         options: the other options of `mpwatch.run`, except `rendezvous`, `debug="post_mortem"` and signals in `stop`.
 
@@ -114,7 +112,7 @@ def run(
             "is_host": False,
             "join_timeout": join_timeout,
             "node_timeout": node_timeout,
-            "last_call_timeout": LAST_CALL_SECONDS if last_call_timeout is None else last_call_timeout,
+            "last_call_timeout": last_call_timeout,
         }
         shown = logs or mpwatch.LogSpec()
         spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
@@ -151,7 +149,7 @@ def run(
             wants_progress=bool(spec.progress_observers),
         )
         driver = Driver(engine, server, view, shown, spec, queue_timeout=queue_timeout)
-        result = driver.run(node_spec, may_begin_early=last_call_timeout is None)
+        result = driver.run(node_spec)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None

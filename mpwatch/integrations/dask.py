@@ -118,7 +118,6 @@ class DaskEngine:
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._used: dict[int, str] = {}  # the worker of each node that has one
-        self._waiting: set[int] = set()  # the nodes for which there is no free worker
         self._left: set[str] = set()  # workers that may still execute a task that was removed
         self._listed: list[str] = []
         self._listed_at = -POLL_SECONDS
@@ -147,9 +146,6 @@ class DaskEngine:
             self._futures[number] = Future()
             self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
         return self._futures[number]
-
-    def lacks_room(self, number: int) -> bool:
-        return number in self._waiting
 
     def cancel(self, number: int) -> None:
         """Remove the node's task. If the task is already running, it ends when the driver closes the node's connection."""
@@ -191,9 +187,7 @@ class DaskEngine:
             for worker in workers:
                 if self._find_place(worker, workers) not in used:
                     self._used[number] = worker
-                    self._waiting.discard(number)
                     return worker
-            self._waiting.add(number)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _execute_on(self, worker: str, call: bytes, key: str) -> cluster.NodeOutcome:

@@ -132,8 +132,7 @@ class Coordinator:
     ) -> None:
         self.stage = JobStage.JOINING
         self._rendezvous, self._run_id = rendezvous, rendezvous.run_id
-        self._min_nodes = rendezvous.min_nodes
-        self._max_nodes = self._expected_nodes = rendezvous.max_nodes
+        self._min_nodes, self._max_nodes = rendezvous.min_nodes, rendezvous.max_nodes
         self._policy, self._budget = policy, RestartBudget(policy, rng)
         self._stall_after, self._required = stall_after, required
         self._members: dict[int, _Member] = {}  # by the number of the connection, in the order of their coming
@@ -173,11 +172,6 @@ class Coordinator:
         if self._attempt.infos:
             self._begin_at = min(self._begin_at, now + REJOIN_LAST_CALL_SECONDS)
         return [joined, *self._begin_if_complete(now)]
-
-    def expect_nodes(self, count: int, now: float) -> list[CoordinatorAction]:
-        """Begin as soon as so many nodes have joined."""
-        self._expected_nodes = min(count, self._max_nodes)
-        return self._begin_if_complete(now) if self.stage is JobStage.JOINING else []
 
     def lose(self, number: int, reason: str, now: float) -> list[CoordinatorAction]:
         """The connection of a node has ended, or the node is silent or leaves."""
@@ -225,7 +219,7 @@ class Coordinator:
             return []
         if self._begin_at == math.inf:
             self._begin_at = now + self._rendezvous.last_call_timeout
-        if count < self._expected_nodes and now < self._begin_at:
+        if count < self._max_nodes and now < self._begin_at:
             return []
         members = sorted(self._members.values(), key=lambda member: (member.node is None, member.number))
         chosen = sorted(members[: self._max_nodes], key=_sort_key)

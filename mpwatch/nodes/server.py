@@ -123,10 +123,6 @@ class Server:
         self._server.close()
         await close_all([*self._peers.values()])
 
-    def expect_nodes(self, count: int) -> None:
-        """See Coordinator."""
-        self._execute(self._coordinator.expect_nodes(count, monotonic()))
-
     # ---- connections
 
     def add(self, peer: _Peer) -> None:
