@@ -11,7 +11,7 @@
     the decision     (job_decision.py)  RESTART                                     RUNNING
                                         RE_RENDEZVOUS: with other nodes             JOINING
                                         DONE, FAILED                                SHUTTING_DOWN
-    SHUTTING_DOWN    all nodes that are not lost know the decision,                 FINISHED
+    SHUTTING_DOWN    all nodes have left, since they know the decision,             FINISHED
                      or the time is over
 
 A node is lost if its connection ends, if it is silent for `node_timeout`, if it leaves, or if it does not stop its ranks in
@@ -138,7 +138,6 @@ class Coordinator:
         self._members: dict[int, _Member] = {}  # by the number of the connection, in the order of their coming
         self._refusal = ""  # of a node whose options differ
         self._stop_cause = ""  # what has requested a stop of the job
-        self._acknowledged: set[int] = set()
         self._begin_at = self._deadline = math.inf  # when the job begins with the nodes that have joined; for nodes to stop
         self._attempt, self._round = JobAttempt(), list[_Member]()  # the nodes of the attempt, also those that are lost
         self._has_new_collectives = self._is_restart_counted = False
@@ -178,19 +177,18 @@ class Coordinator:
         member = self._members.pop(number, None)
         if member is None:
             return []
-        if member.node is not None and self.stage is not JobStage.JOINING:
-            has_left = member.node in self._acknowledged and member.node in self._attempt.reports
-            return [] if has_left else self._lose(number, member.node, reason, now)
-        if len(self._members) < self._min_nodes:
-            self._begin_at = math.inf
-        return [Send(number, Dismissed(reason))]
-
-    def _lose(self, number: int, node: int, reason: str, now: float) -> list[CoordinatorAction]:
-        self._attempt.lost[node] = reason
         actions: list[CoordinatorAction] = [Send(number, Dismissed(reason))]
+        if self.stage is JobStage.JOINING and len(self._members) < self._min_nodes:
+            self._begin_at = math.inf
         if self.stage is JobStage.SHUTTING_DOWN:
-            return actions + self._finish_if_acknowledged()
-        text = f"{self._attempt.describe_node(node)} was lost: {reason}"
+            self._finish_if_all_have_left()
+        if member.node is None or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
+            return actions
+        report = self._attempt.reports.get(member.node)
+        if report is not None and report.outcome is AttemptOutcome.ABORTED:
+            return actions  # it has said why it leaves
+        self._attempt.lost[member.node] = reason
+        text = f"{self._attempt.describe_node(member.node)} was lost: {reason}"
         return actions + self._stop_attempt(text, now) + self._decide_if_complete(now)
 
     def _list_waiting(self) -> list[_Member]:
@@ -267,11 +265,7 @@ class Coordinator:
         member, attempt = self._members.get(number), self._attempt
         node = None if member is None else member.node
         if isinstance(message, NodeLeaving):
-            may_leave = node in attempt.reports or (node is not None and self.stage is JobStage.SHUTTING_DOWN)
-            if node is None or message.reason or not may_leave:
-                return self.lose(number, message.reason or "it has left", now)
-            self._acknowledged.add(node)
-            return self._finish_if_acknowledged()
+            return self.lose(number, message.reason, now)
         if member is None or node is None or self.stage is JobStage.FINISHED:
             return []
         if isinstance(message, StopRequest):
@@ -418,12 +412,12 @@ class Coordinator:
         self._deadline = now + (options.exit_barrier_timeout if has_succeeded else options.node_timeout)
         over = Refused(f"job {self._run_id!r} is over")
         actions += [Send(member.number, over) for member in self._list_waiting()]
-        return actions + self._finish_if_acknowledged()
+        self._finish_if_all_have_left()
+        return actions
 
-    def _finish_if_acknowledged(self) -> list[CoordinatorAction]:
-        if self.stage is JobStage.SHUTTING_DOWN and self._attempt.active <= self._acknowledged:
+    def _finish_if_all_have_left(self) -> None:
+        if all(member.number not in self._members for member in self._round):
             self.stage = JobStage.FINISHED
-        return []
 
 
 def _sort_key(member: _Member) -> tuple[float, bool]:

@@ -149,10 +149,9 @@ class AttemptReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """This node leaves the job."""
+    """This node leaves the job before its end."""
 
-    reason: str = ""
-    """Empty if it knows the result of the job, and needs the coordinator no more."""
+    reason: str
 
 
 # ---- to the nodes

@@ -196,8 +196,8 @@ class NodeMachine:
         """The run has ended on this node because of an error in the watcher. The others do not wait for this node."""
         if self._is_over():
             return self.acknowledge_shutdown()
-        self.stage = NodeStage.SHUTTING_DOWN
-        return [replace(report, attempt=max(self.attempt, 0)), *self.acknowledge_shutdown()]
+        self.stage = NodeStage.FINISHED
+        return [replace(report, attempt=max(self.attempt, 0))]
 
     def report_signal(self, reason: str) -> list[NodeAction]:
         """This node leaves the job, because of a signal for example. The watcher thread itself stops the ranks."""
@@ -205,11 +205,10 @@ class NodeMachine:
         return self.acknowledge_shutdown() if self._is_over() else [NodeLeaving(reason)]
 
     def acknowledge_shutdown(self) -> list[NodeAction]:
-        """The caller's thread knows the decision about the job."""
-        if self.stage is not NodeStage.SHUTTING_DOWN:
-            return []
-        self.stage = NodeStage.FINISHED
-        return [NodeLeaving()]
+        """The caller's thread knows the decision about the job. The end of the connection says so to the coordinator."""
+        if self.stage is NodeStage.SHUTTING_DOWN:
+            self.stage = NodeStage.FINISHED
+        return []
 
     def _is_over(self) -> bool:
         return self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED)

@@ -91,7 +91,8 @@ class Node:
                 self.connect()
             elif action.ends_job:
                 self.decision = action
-                self.execute(self.machine.acknowledge_shutdown())
+                self.machine.acknowledge_shutdown()
+                job.lose(self.connection, "it knows the result")
 
     @when_awake
     def make_environments(self, start):
