@@ -38,9 +38,8 @@ from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted, Restarting
-from mpwatch.nodes.coordinator import Decided
 from mpwatch.nodes.failure_codec import make_lost_failures
-from mpwatch.nodes.messages import LostNode
+from mpwatch.nodes.messages import AttemptDecision, LostNode
 from mpwatch.nodes.server import Link
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
@@ -123,7 +122,7 @@ class Driver:
         self._lost_attempts: list[mpwatch.Attempt] = []  # all nodes were lost in them, so no other node knows them
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
-        self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
+        self._decision: AttemptDecision | None = None  # the last one, see Decided
         self._not_restarted = ""  # why the loss of all nodes has ended the job
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
@@ -202,7 +201,7 @@ class Driver:
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
         if kind == "decided":
-            self._decided = content
+            self._decision = content
             self._handle_lost_job()
             return
         if number not in self._nodes:
@@ -299,17 +298,17 @@ class Driver:
 
     def _handle_lost_job(self) -> None:
         """When all nodes are lost and the coordinator has decided, end the job or go on with others."""
-        decided = self._decided
-        if decided is None or not self._losses or self._count_running() or self._is_ending():
+        decision = self._decision
+        if decision is None or not self._losses or self._count_running() or self._is_ending():
             return
-        decision, now, cause = decided.decision, time.time(), self._losses[0]
+        now, cause = time.time(), self._losses[0]
         lost = self._record_lost_attempt(now)
         if decision.ends_job:
-            reason = decision.no_restart_reason if decided.is_without_nodes else "the ranks had ended before that"
+            reason = decision.no_restart_reason or "the ranks had ended before that"
             self._not_restarted = reason if self._may_restart else ""
             self._stop_nodes()
             return
-        self._decided = None
+        self._decision = None
         event = Restarting(
             time=now,
             monotonic=monotonic(),
@@ -410,8 +409,8 @@ class Driver:
         if isinstance(event, RendezvousCompleted):
             node.group_rank, node.ranks, self._round = event.group_rank, event.ranks, event
             self._losses.clear()
-            if self._decided is not None and self._decided.decision.attempt < event.attempt:
-                self._decided = None
+            if self._decision is not None and self._decision.attempt < event.attempt:
+                self._decision = None
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         elif isinstance(event, Restarting):

@@ -74,7 +74,7 @@ class JobServer:
         await server.close()
 
     def on_decision(self, decided: Decided) -> None:
-        self.messages.put(("decided", 0, decided))
+        self.messages.put(("decided", 0, decided.decision))
 
     def open_link(self, hello: LinkHello, link: Link) -> Callable[[bytes | None], None]:
         self.messages.put(("hello", hello.number, (hello.hostname, link)))

@@ -69,18 +69,13 @@ def listen(endpoint: Endpoint, local: SocketAddress | None, *, must_serve: bool)
             return socket.create_server(("::", endpoint.port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", endpoint.port))
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise LaunchError(
-                f"rendezvous at {endpoint}: this machine cannot listen at port {endpoint.port} ({error.strerror}). Use a"
-                " port that it may use, the same one on all nodes"
-            ) from error
-        if must_serve or local is None:
-            raise LaunchError(
-                f"rendezvous at {endpoint}: the coordinator is to run in this program, but port {endpoint.port} is taken on"
-                " this machine. Perhaps another node of the job runs there with is_host=True. If not, use another port, the"
-                " same one on all nodes"
-            ) from error
-        return None
+        if error.errno == errno.EADDRINUSE and local is not None and not must_serve:
+            return None
+        raise LaunchError(
+            f"rendezvous at {endpoint}: the coordinator is to run in this program, but port {endpoint.port} is taken on this"
+            f" machine, or cannot be used ({error.strerror}). Perhaps another node of the job runs here with is_host=True."
+            " If not, use another port, the same one on all nodes"
+        ) from error
 
 
 async def connect(endpoint: Endpoint, addresses: list[SocketAddress]) -> socket.socket:

@@ -8,8 +8,7 @@
                      a rank fails, a node is lost, or more nodes wait               STOPPING
                      the collectives of several nodes can never end                 STOPPING
     STOPPING         all nodes that are not lost have reported                      the decision
-    the decision     (job_decision.py)  RESTART                                     RUNNING
-                                        RE_RENDEZVOUS: with other nodes             JOINING
+    the decision     (job_decision.py)  RESTART                                     JOINING
                                         DONE, FAILED                                SHUTTING_DOWN
     SHUTTING_DOWN    all nodes have left, since they know the decision,             FINISHED
                      or the time is over
@@ -93,7 +92,6 @@ class Decided:
     """The job is over, or goes on although all nodes of the attempt are lost. For a program that starts nodes."""
 
     decision: AttemptDecision
-    is_without_nodes: bool
 
 
 CoordinatorAction = Send | LogWarning | Decided
@@ -140,7 +138,8 @@ class Coordinator:
         self._stop_cause = ""  # what has requested a stop of the job
         self._begin_at = self._deadline = math.inf  # when the job begins with the nodes that have joined; for nodes to stop
         self._attempt, self._round = JobAttempt(), list[_Member]()  # the nodes of the attempt, also those that are lost
-        self._has_new_collectives = self._is_restart_counted = False
+        self._delay, self._is_restart_counted = 0.0, False  # of the next attempt
+        self._has_new_collectives = False
 
     @property
     def deadline(self) -> float:
@@ -223,7 +222,7 @@ class Coordinator:
         chosen = sorted(members[: self._max_nodes], key=_sort_key)
         return self._start_attempt(chosen)
 
-    def _start_attempt(self, members: list[_Member], delay: float = 0.0) -> list[CoordinatorAction]:
+    def _start_attempt(self, members: list[_Member]) -> list[CoordinatorAction]:
         number = self._attempt.number + 1 if self._attempt.infos else 0
         for member in self._members.values():
             member.node = None
@@ -248,7 +247,7 @@ class Coordinator:
                 group_world_size=len(members),
                 master_addr=infos[0].address,
                 master_port=members[0].port,
-                delay=delay,
+                delay=self._delay,
                 is_counted=self._is_restart_counted,
             )
             actions.append(Send(member.number, start))
@@ -394,13 +393,11 @@ class Coordinator:
             newcomers=self._count_newcomers(),
             stop_cause=self._stop_cause,
         )
-        self._deadline, self._is_restart_counted = math.inf, decision.is_restart_counted
-        actions, is_without_nodes = self._broadcast(decision), not self._attempt.active
-        if is_without_nodes or decision.ends_job:
-            actions.append(Decided(decision, is_without_nodes))
+        self._deadline, self._delay, self._is_restart_counted = math.inf, decision.delay, decision.is_restart_counted
+        actions = self._broadcast(decision)
+        if decision.ends_job or not self._attempt.active:
+            actions.append(Decided(decision))
         if decision.next_step is NextStep.RESTART:
-            return actions + self._start_attempt(self._round, decision.delay)
-        if decision.next_step is NextStep.RE_RENDEZVOUS:
             self.stage, self._begin_at = JobStage.JOINING, now
             for member in self._members.values():
                 left = math.inf if member.info.seconds_left is None else member.joined_at + member.info.seconds_left

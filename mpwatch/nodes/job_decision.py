@@ -1,13 +1,13 @@
-"""Decide what the nodes do after an attempt: end, restart, or join the next round. The coordinator calls this. Pure.
+"""Decide what the nodes do after an attempt: end, or restart. The coordinator calls this. Pure.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
     a rank failed                                          RESTART if the restart policy allows it, else FAILED
-    a node is lost, enough nodes remain                    RE_RENDEZVOUS; costs no restart
-    a node is lost, too few nodes remain                   RE_RENDEZVOUS if a restart is left, else FAILED
+    a node is lost, enough nodes remain                    RESTART; costs no restart
+    a node is lost, too few nodes remain                   RESTART if a restart is left, else FAILED
     the node of the coordinator is lost                    FAILED
-    more nodes want to join                                RE_RENDEZVOUS; costs no restart
-    a stop was requested                                   FAILED instead of RESTART and RE_RENDEZVOUS
+    more nodes want to join                                RESTART; costs no restart
+    a stop was requested                                   FAILED instead of RESTART
 
 If a comparison of all ranks' collectives (job_verdict.py) explains all failures of an attempt, it also names the root cause.
 Otherwise failures that may be consequences of events on other nodes are left out, and the root cause is the first remaining
@@ -114,11 +114,11 @@ class JobAttempt:
                 step=max((report.step for report in self.reports.values() if report.step >= 0), default=None),
             )
             make = partial(make, root_cause_rank=rank, reason=root.reason)
-            return _restart_or_fail(make, budget, failed_attempt, has_same_nodes=not (self.lost or newcomers))
+            return _restart_or_fail(make, budget, failed_attempt)
         if self.lost:
             return self._decide_after_node_loss(budget, min_nodes, newcomers)
         waiting = f"more nodes want to join: {newcomers}" if newcomers else "a node that wanted to join has left again"
-        return make(NextStep.RE_RENDEZVOUS, reason=waiting)
+        return make(NextStep.RESTART, reason=waiting)
 
     def _decide_after_node_loss(self, budget: RestartBudget, min_nodes: int, newcomers: int) -> AttemptDecision:
         """Only if the lost node may have caused all failures of ranks."""
@@ -131,9 +131,9 @@ class JobAttempt:
             return make(NextStep.FAILED, reason=f"{reason}; {why}", no_restart_reason=why)
         remaining = len(self.active) + newcomers
         if remaining >= min_nodes:
-            return make(NextStep.RE_RENDEZVOUS)
+            return make(NextStep.RESTART)
         failed_attempt = FailedAttempt(cause=None, no_restart_reason=lambda: "")
-        decision = _restart_or_fail(make, budget, failed_attempt, has_same_nodes=False)
+        decision = _restart_or_fail(make, budget, failed_attempt)
         too_few = f"{remaining} of at least {min_nodes} nodes remain"
         has_reason = decision.next_step is not NextStep.FAILED or decision.no_restart_reason
         return decision if has_reason else replace(decision, no_restart_reason=too_few)
@@ -236,13 +236,11 @@ def describe_stop(cause: str) -> str:
 
 
 def _restart_or_fail(
-    make: "partial[AttemptDecision]", budget: RestartBudget, failed_attempt: FailedAttempt, *, has_same_nodes: bool
+    make: "partial[AttemptDecision]", budget: RestartBudget, failed_attempt: FailedAttempt
 ) -> AttemptDecision:
     restart = budget.decide(failed_attempt)
     if restart.delay is None:
         return make(NextStep.FAILED, no_restart_reason=restart.no_restart_reason)
-    if not has_same_nodes:  # without the delay: other nodes have to be awaited
-        return make(NextStep.RE_RENDEZVOUS, is_restart_counted=True)
     return make(NextStep.RESTART, delay=restart.delay, is_restart_counted=True)
 
 

@@ -26,8 +26,7 @@ class AttemptOutcome(Enum):
 
 class NextStep(Enum):
     DONE = "DONE"
-    RESTART = "RESTART"  # the same nodes start another attempt
-    RE_RENDEZVOUS = "RE_RENDEZVOUS"  # the nodes form another round, because nodes were lost or have come
+    RESTART = "RESTART"  # the nodes that are there form another round, as soon as they are enough
     FAILED = "FAILED"
 
 

@@ -7,8 +7,7 @@
     RUNNING              a rank fails, or StopAttempt comes                             STOPPING
                          all ranks have returned, and the report is sent                AWAITING_DECISION
     STOPPING             all ranks have exited, and the report is sent                  AWAITING_DECISION
-    AWAITING_DECISION    the decision is RESTART, and StartAttempt follows              PREPARING
-                         the decision is RE_RENDEZVOUS                                  JOINING
+    AWAITING_DECISION    the decision is RESTART                                        JOINING
                          the decision is DONE or FAILED                                 SHUTTING_DOWN
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
 
@@ -104,7 +103,7 @@ class NodeMachine:
         if isinstance(message, Dismissed):
             return self._handle_dismissal(message.reason)
         if isinstance(message, StartAttempt):
-            if self.stage not in (NodeStage.JOINING, NodeStage.AWAITING_DECISION):
+            if self.stage is not NodeStage.JOINING:
                 return []
             self.stage, self.attempt = NodeStage.PREPARING, message.attempt
             return [message]
@@ -147,7 +146,7 @@ class NodeMachine:
         if self._stop_cause:
             return self._fail_job(describe_stop(self._stop_cause))
         self.stage = NodeStage.JOINING
-        decision = AttemptDecision(self.attempt, NextStep.RE_RENDEZVOUS, reason=f"this node was lost: {reason}")
+        decision = AttemptDecision(self.attempt, NextStep.RESTART, reason=f"this node was lost: {reason}")
         return [decision, Rejoin()]
 
     def _fail_job(self, reason: str) -> list[NodeAction]:
@@ -230,8 +229,5 @@ class NodeMachine:
         return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
 
     def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        if decision.ends_job:
-            self.stage = NodeStage.SHUTTING_DOWN
-        elif decision.next_step is NextStep.RE_RENDEZVOUS:
-            self.stage = NodeStage.JOINING
+        self.stage = NodeStage.SHUTTING_DOWN if decision.ends_job else NodeStage.JOINING
         return [decision]

@@ -250,7 +250,7 @@ class MultiNodeRunController(RunController[T]):
         cause = failures.get(decision.root_cause_rank)
         self._publish_pending_outcomes(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
-        if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
+        if cause is None and not decision.ends_job:
             state = WorkerState.STOPPED  # since nodes wait to join. Failures of ranks are only consequences of the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
         if not decision.ends_job:
