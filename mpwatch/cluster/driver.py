@@ -4,17 +4,13 @@
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **begun** when it has connected to the driver, and **joined** the job when it has met the other nodes in a
-rendezvous. Only a node that has joined starts its ranks. A node that has not joined waits for other nodes, for at most
-`join_timeout` seconds. As soon as one node has ended, the driver stops each node that has begun and not joined.
+A node has **begun** when it has connected to the driver, and **joined** when it has met the other nodes: only then it starts
+its ranks. As soon as one node has ended, those that have not joined are stopped.
 
-Guarantees:
-
-- The driver waits without limit for the first node to begin, unless `queue_timeout` is set, and while no node has ended.
-- When the first node has ended, the other nodes have `grace_period` + END_SECONDS to announce their outcomes. If one has
-  not done so, the driver stops all nodes, and waits for their outcomes for the same time once more.
-- The driver waits without limit for an outcome that a node has announced, since to send a large outcome takes time.
-- The job succeeds only if the driver has received the outcome of every node that has ranks.
+Guarantees: without `queue_timeout` the driver waits without limit for the first node, and while no node has ended. When one
+has, the others have `grace_period` + END_SECONDS to announce their outcomes; then all are stopped, and have this time once
+more. An outcome that was announced is awaited without limit, as it may be large. The job succeeds only if the driver has the
+outcome of every node with ranks.
 """
 
 import logging
@@ -122,7 +118,7 @@ class Driver:
         self._lost_attempts: list[mpwatch.Attempt] = []  # all nodes were lost in them, so no other node knows them
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
-        self._decision: AttemptDecision | None = None  # the last one, see Decided
+        self._decision: AttemptDecision | None = None  # that has ended the job, or after the loss of all nodes
         self._not_restarted = ""  # why the loss of all nodes has ended the job
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up

@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.coordinator import Decided
 from mpwatch.nodes.frames import Loop
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import LinkHello
+from mpwatch.nodes.messages import AttemptDecision, LinkHello
 from mpwatch.nodes.node_thread import make_coordinator
 from mpwatch.nodes.server import Link, Server
 from mpwatch.options.spec import WorkerSpec
@@ -73,8 +72,8 @@ class JobServer:
         await self._is_closed.wait()
         await server.close()
 
-    def on_decision(self, decided: Decided) -> None:
-        self.messages.put(("decided", 0, decided.decision))
+    def on_decision(self, decision: AttemptDecision) -> None:
+        self.messages.put(("decided", 0, decision))
 
     def open_link(self, hello: LinkHello, link: Link) -> Callable[[bytes | None], None]:
         self.messages.put(("hello", hello.number, (hello.hostname, link)))

@@ -112,7 +112,6 @@ class DaskEngine:
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
-        self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
         self._least, self._grace_period = least, grace_period
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
@@ -222,16 +221,13 @@ class DaskEngine:
     async def _list_workers(self) -> list[str]:
         async with self._lock:
             if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
-                self._listed = sorted(await self._client.nthreads())
-                new = [worker for worker in self._listed if worker not in self._totals]
-                if self._resources and new:
-                    self._totals |= await self._client.run(_list_resources, workers=new, on_error="ignore")
+                workers = (await self._client.scheduler.identity())["workers"]
+                self._listed = sorted(name for name, known in workers.items() if self._is_suitable(name, known["resources"]))
                 self._listed_at = self._loop.time()
-        return [worker for worker in self._listed if self._is_suitable(worker)]
+        return self._listed
 
-    def _is_suitable(self, worker: str) -> bool:
-        totals = self._totals.get(worker, {})
-        has_resources = all(totals.get(name, 0) >= amount for name, amount in self._resources.items())
+    def _is_suitable(self, worker: str, resources: Mapping[str, float]) -> bool:
+        has_resources = all(resources.get(name, 0) >= amount for name, amount in self._resources.items())
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
@@ -313,10 +309,6 @@ def _allow_children(key: str) -> Iterator[None]:
             if _was_daemon and not _running:
                 process.daemon = True
             _has_ended.notify_all()
-
-
-def _list_resources(dask_worker: Any) -> Mapping[str, float]:
-    return dict(dask_worker.state.total_resources)
 
 
 async def _wait_until_ended(job: str, seconds: float) -> None:

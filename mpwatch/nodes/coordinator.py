@@ -1,6 +1,6 @@
 """The decisions for the whole job: who takes part, when attempts start and stop, and what comes next. Pure.
 
-    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, LogWarning, Decided
+    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, LogWarning, AttemptDecision
 
     stage            it ends when ...                                               and then comes
     JOINING          enough nodes have joined                                       RUNNING
@@ -87,14 +87,8 @@ class LogWarning:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The job is over, or goes on although all nodes of the attempt are lost. For a program that starts nodes."""
-
-    decision: AttemptDecision
-
-
-CoordinatorAction = Send | LogWarning | Decided
+# An AttemptDecision is for a program that has started the nodes: the job is over, or goes on although all nodes are lost.
+CoordinatorAction = Send | LogWarning | AttemptDecision
 
 
 @dataclass(slots=True, eq=False)
@@ -396,7 +390,7 @@ class Coordinator:
         self._deadline, self._delay, self._is_restart_counted = math.inf, decision.delay, decision.is_restart_counted
         actions = self._broadcast(decision)
         if decision.ends_job or not self._attempt.active:
-            actions.append(Decided(decision))
+            actions.append(decision)
         if decision.next_step is NextStep.RESTART:
             self.stage, self._begin_at = JobStage.JOINING, now
             for member in self._members.values():

@@ -14,10 +14,11 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from mpwatch.nodes.coordinator import Coordinator, CoordinatorAction, Decided, JobStage, LogWarning
+from mpwatch.nodes.coordinator import Coordinator, CoordinatorAction, JobStage, LogWarning
 from mpwatch.nodes.frames import LINGER_SECONDS, MAX_BYTES, MAX_LINK_BYTES, Connection, close_all
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
+    AttemptDecision,
     Beat,
     Dismissed,
     LinkHello,
@@ -80,7 +81,7 @@ class Link:
 class Driver(Protocol):
     """What a program that has started the nodes wants to know. The methods are called in the server's thread."""
 
-    def on_decision(self, decided: Decided) -> None: ...
+    def on_decision(self, decision: AttemptDecision) -> None: ...
 
     def open_link(self, hello: LinkHello, link: Link) -> Callable[[bytes | None], object]:
         """Return what gets the pickles of this node, and None when the connection has ended."""
@@ -190,7 +191,7 @@ class Server:
         for action in actions:
             if isinstance(action, LogWarning):
                 self._log_warning(action.text)
-            elif isinstance(action, Decided):
+            elif isinstance(action, AttemptDecision):
                 if self._driver is not None:
                     self._driver.on_decision(action)
             elif (peer := self._peers.get(action.node)) is not None:

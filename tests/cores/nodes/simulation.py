@@ -260,7 +260,7 @@ class SimulatedJob:
 
     def act(self, actions):
         for action in actions:
-            if isinstance(action, coordinator.LogWarning | coordinator.Decided):
+            if isinstance(action, coordinator.LogWarning | messages.AttemptDecision):
                 continue
             self.messages += 1
             node, message = self._connections[action.node], action.message
