@@ -68,6 +68,9 @@ class LinkHello:
 class Beat:
     """A sign of life. The coordinator sends it back."""
 
+    sent_at: float
+    """By the clock of the node."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailing:

@@ -100,7 +100,6 @@ class NodeThread:
         self._connection: NodeConnection | None = None
         self._port_socket: socket.socket | None = None  # keeps the port reserved
         self._updates: deque[NodeUpdate] = deque()
-        self._beats: deque[float] = deque()  # when those were sent that have not come back
         self._beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
         self._heard_at = self._beat_at = 0.0
         self._turn: asyncio.Future[bool] = self._loop.create_future()  # whether this node joins again, when it is known
@@ -287,7 +286,6 @@ class NodeThread:
 
     def _accept(self, connection: NodeConnection) -> None:
         self._connection = connection
-        self._beats.clear()
         self._heard_at = self._beat_at = monotonic()
         self._send_beat(connection)
 
@@ -307,7 +305,7 @@ class NodeThread:
             return
         self._heard_at = monotonic()
         if isinstance(message, Beat):
-            self._renew_lease()
+            self._renew_lease(message.sent_at)
         elif isinstance(message, Joined):
             self._log_wait(message)
         elif isinstance(message, Refused):
@@ -331,16 +329,14 @@ class NodeThread:
         if now > self._heard_at + self._rendezvous.node_timeout:
             connection.abort("it sends no sign of life")
             return
-        self._beats.append(now)
-        connection.send(encode_message(Beat()))
+        connection.send(encode_message(Beat(now)))
         self._loop.call_later(self._beat_seconds, self._send_beat, connection)
 
-    def _renew_lease(self) -> None:
+    def _renew_lease(self, sent_at: float) -> None:
         """Let the ranks run for a while, since the coordinator has answered a Beat of this node."""
-        if self._beats:
-            sent_at, timeout = self._beats.popleft(), self._rendezvous.node_timeout
-            lease = Lease(sent_at + STOP_SHARE * timeout, sent_at + KILL_SHARE * timeout)
-            self._watcher.post(self._watcher.loop.renew_lease, lease)
+        timeout = self._rendezvous.node_timeout
+        lease = Lease(sent_at + STOP_SHARE * timeout, sent_at + KILL_SHARE * timeout)
+        self._watcher.post(self._watcher.loop.renew_lease, lease)
 
     def _execute(self, actions: list[NodeAction]) -> None:
         post, loop = self._watcher.post, self._watcher.loop
