@@ -171,8 +171,6 @@ class Coordinator:
         if member is None:
             return []
         actions: list[CoordinatorAction] = [Send(number, Dismissed(reason))]
-        if self.stage is JobStage.JOINING and len(self._members) < self._min_nodes:
-            self._begin_at = math.inf
         if self.stage is JobStage.SHUTTING_DOWN:
             self._finish_if_all_have_left()
         if member.node is None or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
@@ -246,7 +244,7 @@ class Coordinator:
             )
             actions.append(Send(member.number, start))
             role_ranks[role] += member.info.nprocs
-        return actions + (self._broadcast(HoldSteps(number, self._stop_cause)) if self._stop_cause else [])
+        return actions + (self._broadcast(HoldSteps(self._stop_cause)) if self._stop_cause else [])
 
     def _broadcast(self, message: MessageToNode) -> list[CoordinatorAction]:
         return [Send(self._round[node].number, message) for node in sorted(self._attempt.active)]
@@ -282,7 +280,7 @@ class Coordinator:
     def _request_stop(self, cause: str) -> list[CoordinatorAction]:
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         is_running = self.stage is JobStage.RUNNING
-        return self._broadcast(HoldSteps(self._attempt.number, cause)) if is_first and is_running else []
+        return self._broadcast(HoldSteps(cause)) if is_first and is_running else []
 
     def _handle_held_steps(self, node: int, message: StepsHeld) -> list[CoordinatorAction]:
         """When the ranks of all nodes hold, let all stop at one step."""
@@ -291,7 +289,7 @@ class Coordinator:
         if self.stage is not JobStage.RUNNING or not attempt.active <= attempt.held_steps.keys():
             return []
         highest = max((step for step in attempt.held_steps.values() if step is not None), default=None)
-        return self._broadcast(StopAtStep(attempt.number, self._stop_cause, highest))
+        return self._broadcast(StopAtStep(self._stop_cause, highest))
 
     def judge_stalls(self, now: float) -> list[CoordinatorAction]:
         """Compare new collectives of all nodes, and stop the attempt if one can never end. Called once after all new
@@ -337,7 +335,7 @@ class Coordinator:
             return []
         self.stage = JobStage.STOPPING
         self._deadline = now + max(info.grace_period for info in self._attempt.infos) + STOP_SECONDS
-        return self._broadcast(StopAttempt(self._attempt.number, reason))
+        return self._broadcast(StopAttempt(reason))
 
     def handle_deadline(self, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []

@@ -205,7 +205,6 @@ class StartAttempt:
 
 @dataclass(frozen=True, slots=True)
 class StopAttempt:
-    attempt: int
     reason: str
 
 
@@ -213,7 +212,6 @@ class StopAttempt:
 class HoldSteps:
     """A stop was requested. Each rank waits before its next step until StopAtStep comes."""
 
-    attempt: int
     cause: str
 
 
@@ -221,7 +219,6 @@ class HoldSteps:
 class StopAtStep:
     """All ranks stop at their first step after `after_step`. None: at their next call of `should_stop`."""
 
-    attempt: int
     cause: str
     after_step: int | None = None
 

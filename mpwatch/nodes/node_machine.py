@@ -109,13 +109,11 @@ class NodeMachine:
             return [message]
         if isinstance(message, AttemptDecision):
             return self._follow_decision(message) if self.stage is NodeStage.AWAITING_DECISION else []
-        if not isinstance(message, StopAttempt | HoldSteps | StopAtStep) or message.attempt != self.attempt:
-            return []
         if isinstance(message, StopAttempt):
             return self._handle_stop(message)
         if isinstance(message, HoldSteps):
             return self._handle_hold(message)
-        return [message] if self.stage is NodeStage.RUNNING else []
+        return [message] if isinstance(message, StopAtStep) and self.stage is NodeStage.RUNNING else []
 
     def lose_coordinator(self, reason: str) -> list[NodeAction]:
         """Stop the ranks, and let the job fail here: nobody can take the place of the coordinator."""
@@ -139,7 +137,7 @@ class NodeMachine:
     def _stop_ranks(self, reason: str) -> list[NodeAction]:
         """Stop the ranks, if that has not begun. `report_attempt` follows."""
         was_running, self.stage = self.stage is NodeStage.RUNNING, NodeStage.STOPPING
-        return [StopAttempt(self.attempt, reason)] if was_running else []
+        return [StopAttempt(reason)] if was_running else []
 
     def _rejoin(self) -> list[NodeAction]:
         reason, self._dismissal = self._dismissal, ""
