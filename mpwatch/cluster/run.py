@@ -14,6 +14,7 @@ from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.node import NodeSpec
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
+from mpwatch.nodes.address import Endpoint
 from mpwatch.options.rendezvous import as_node_range
 from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
 from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
@@ -105,27 +106,27 @@ def run(
         if "rendezvous" in options:
             raise TypeError("a job on a cluster has no option 'rendezvous': the engine makes it")
         refuse_unknown("run", options, JobOptions.__annotations__)
-        rendezvous: dict[str, Any] = {
-            "run_id": secrets.token_hex(4),
-            "nnodes": nodes,
-            "secret": secrets.token_hex(16),
-            "is_host": False,
-            "join_timeout": join_timeout,
-            "node_timeout": node_timeout,
-            "last_call_timeout": last_call_timeout,
-        }
+        rendezvous = mpwatch.Rendezvous(
+            str(Endpoint(engine.address, 1)),  # there is no port yet
+            run_id=secrets.token_hex(4),
+            nnodes=nodes,
+            secret=secrets.token_hex(16),
+            is_host=False,
+            join_timeout=join_timeout,
+            node_timeout=node_timeout,
+            last_call_timeout=last_call_timeout,
+        )
         shown = logs or mpwatch.LogSpec()
         spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
             fn=fn,
             nprocs=1 if isinstance(nprocs, str) else nprocs,  # the GPUs and CPUs of a node are counted there
-            rendezvous=mpwatch.Rendezvous(f"{engine.address}:1", **rendezvous),  # only checks it: there is no port yet
+            rendezvous=rendezvous,
             logs=shown,
             on_event=on_event,
             on_progress=on_progress,
             progress=progress,
             **options,
         )
-        assert spec.rendezvous is not None
         if spec.debug == "post_mortem":
             raise ValueError("debug='post_mortem': the nodes have no terminal; use debug='locals'")
         if spec.stop_policy.signals:
@@ -138,11 +139,9 @@ def run(
         server = stack.enter_context(closing(JobServer(engine.address, spec, view.put)))
         node_spec = NodeSpec(
             number=0,
-            driver=(engine.address, server.port),
-            key=spec.rendezvous.key,
             nprocs=nprocs,
             call=call,
-            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{server.port}"},
+            rendezvous=replace(rendezvous, endpoint=str(Endpoint(engine.address, server.port))),
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,

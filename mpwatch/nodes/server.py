@@ -43,7 +43,7 @@ class _Peer(Connection):
     def __init__(self, server: "Server", number: int) -> None:
         super().__init__(server.secret, is_server=True)
         self._server, self.number, self.heard_at = server, number, monotonic()
-        self.is_stranger, self.is_node = True, False
+        self.is_stranger = True
         self.receive: Callable[[bytes | None], object] | None = None  # gets pickles, and at the end None
         self.has_last_message = False  # what it sends is ignored
 
@@ -157,7 +157,7 @@ class Server:
         if not isinstance(message, MessageToCoordinator) or peer.is_stranger is not is_first:
             raise InvalidMessageError(f"{type(message).__name__} is not expected now")
         if isinstance(message, NodeInfo):
-            peer.is_stranger, peer.is_node, peer.framing.limit = False, True, MAX_BYTES
+            peer.is_stranger, peer.framing.limit = False, MAX_BYTES
             self._execute(self._coordinator.join(peer.number, message, now))
         elif isinstance(message, LinkHello):
             if self._driver is None:
@@ -176,7 +176,7 @@ class Server:
         del self._peers[peer.number]
         if peer.receive is not None:
             peer.receive(None)
-        elif peer.is_node:
+        elif not peer.is_stranger:
             reason = f"its connection has ended ({peer.end}): its program or its machine has failed"
             self._execute(self._coordinator.lose(peer.number, reason, monotonic()))
 
@@ -224,9 +224,9 @@ class Server:
             if was_suspended:
                 peer.heard_at = now
             silent = now - peer.heard_at
-            if peer.is_node and silent > self._node_timeout and not peer.has_last_message:
+            if peer.is_stranger and silent > HELLO_SECONDS:
+                peer.abort("it has not said who it is")
+            elif not peer.is_stranger and peer.receive is None and silent > self._node_timeout:
                 reason = f"its program sent no sign of life for {self._node_timeout:g} s (node_timeout)"
                 self._execute(self._coordinator.lose(peer.number, reason, now))
-            elif peer.is_stranger and silent > HELLO_SECONDS:
-                peer.abort("it has not said who it is")
         self._loop.call_later(self._check_seconds, self._check_peers)

@@ -5,7 +5,6 @@ import pickle
 import socket
 import threading
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +88,7 @@ def test_a_stop_that_comes_together_with_the_answer_is_not_lost():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         driver = threading.Thread(target=serve)
         driver.start()
-        with closing(_DriverLink(SimpleNamespace(number=0, key=b"key", driver=listener.getsockname()))) as link:
+        port = listener.getsockname()[1]
+        with closing(_DriverLink(0, mpwatch.Rendezvous(f"127.0.0.1:{port}", "job", 1, secret=b"key"))) as link:
             driver.join()
             link.wait_for_stop()
