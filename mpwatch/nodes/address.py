@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,24 +83,25 @@ async def connect(endpoint: Endpoint, addresses: list[SocketAddress]) -> socket.
     """Return a connected socket. Raises ConnectionError, which says what to do."""
     problem = ""
     for family, address in addresses:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.get_running_loop().sock_connect(connection, address)
-        except ConnectionRefusedError:
-            problem = (
-                "nothing listens there. Check that mpwatch.run has been called on the node that the endpoint names. If that"
-                " machine does not know itself by this name, pass is_host=True there"
-            )
-        except OSError as error:  # includes timeouts
-            problem = (
-                f"it cannot be reached ({error.strerror or 'timed out'}). Check that the machine is up, and that no firewall"
-                f" keeps the other nodes from port {endpoint.port}"
-            )
-        else:
-            return connection
-        connection.close()
+        with ExitStack() as stack:
+            connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            connection.setblocking(False)
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await asyncio.get_running_loop().sock_connect(connection, address)
+            except ConnectionRefusedError:
+                problem = (
+                    "nothing listens there. Check that mpwatch.run has been called on the node that the endpoint names. If"
+                    " that machine does not know itself by this name, pass is_host=True there"
+                )
+            except OSError as error:  # includes timeouts
+                problem = (
+                    f"it cannot be reached ({error.strerror or 'timed out'}). Check that the machine is up, and that no"
+                    f" firewall keeps the other nodes from port {endpoint.port}"
+                )
+            else:
+                stack.pop_all()
+                return connection
     raise ConnectionError(problem)
 
 

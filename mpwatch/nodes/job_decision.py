@@ -31,7 +31,6 @@ from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttem
 
 MAX_FAILURES = 64  # failures that are sent in full. Further failures are only counted
 MAX_FAILURES_BYTES = 512 * 1024  # of all failures together
-MAX_LOST_NODES = 1000  # lost nodes that are listed in a decision
 
 
 @dataclass(kw_only=True)
@@ -159,7 +158,7 @@ class JobAttempt:
             decision,
             failures=sent,
             failures_omitted=omitted_by_nodes + len(failures) - len(sent),
-            lost_nodes=tuple(lost[:MAX_LOST_NODES]),
+            lost_nodes=tuple(lost),
         )
 
     # ---- which rank failed first
