@@ -64,9 +64,7 @@ class _Node:
     ranks: tuple[int, ...] = ()
     """In the latest round."""
     is_stopped: bool = False
-    """Whether the driver has stopped the node."""
     outcome: "mpwatch.RunResult[Any] | Exception | None" = None
-    """None until the driver knows it."""
     is_lost: bool = False
     """Whether the engine has lost or cancelled the node, the node has left the job, or the driver has given it up."""
 

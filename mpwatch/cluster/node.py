@@ -31,8 +31,6 @@ ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The data that the driver sends to a node, so that the node can start its ranks."""
-
     number: int
     nprocs: Any
     call: bytes
@@ -45,9 +43,7 @@ class NodeSpec:
     view_period: float | None
     """Seconds between two statuses of the ranks. None means that the driver shows no view."""
     wants_progress: bool
-    """Whether an observer of the driver wants the event Progressed."""
     version: str = str(mpwatch.__version__)
-    """The version of mpwatch in the driver."""
 
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
@@ -172,8 +168,6 @@ def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:
 
 
 class _LinkStream:
-    """A stream that sends the output of a node's ranks to the driver."""
-
     def __init__(self, link: _DriverLink, stream: str) -> None:
         self._link, self._stream = link, stream
 

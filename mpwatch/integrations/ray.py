@@ -156,7 +156,6 @@ class RayEngine:
                     _remove(group)
 
     def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
-        """Start the Ray task of this node in a bundle of the placement group. Return the ObjectRef of the task."""
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
         self._refs[number] = ref = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
         return ref

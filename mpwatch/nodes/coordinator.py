@@ -93,15 +93,12 @@ CoordinatorAction = Send | LogWarning | AttemptDecision
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A node that has joined and is not lost."""
-
     number: int
     """Of its connection."""
     info: NodeInfo
     port: int
     joined_at: float
     leaves_at: float
-    """When its time to wait for others is over."""
     tell_at: float
     node: int | None = None
     """Its group rank in the present attempt, or None if it waits."""
@@ -137,7 +134,6 @@ class Coordinator:
 
     @property
     def deadline(self) -> float:
-        """When `handle_deadline` must be called."""
         soonest = min(self._deadline, self._begin_at)
         waiting = self._list_waiting() if self.stage is not JobStage.FINISHED else []
         return min([soonest, *(min(member.leaves_at, member.tell_at) for member in waiting)])
@@ -145,7 +141,6 @@ class Coordinator:
     # ---- nodes come and go
 
     def join(self, number: int, info: NodeInfo, now: float) -> list[CoordinatorAction]:
-        """A node with a new connection wants to join."""
         if info.run_id != self._run_id:
             reason = f"job {self._run_id!r} is here, not {info.run_id!r}; give each job a port of its own"
             return [Send(number, Refused(reason, may_retry=True))]

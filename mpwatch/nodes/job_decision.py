@@ -60,7 +60,6 @@ class JobAttempt:
 
     @property
     def first_ranks(self) -> list[int]:
-        """The first global rank of each node."""
         return list(accumulate((info.nprocs for info in self.infos), initial=0))
 
     @property

@@ -15,8 +15,6 @@ Failures = tuple[Mapping[str, Any], ...]
 
 
 class AttemptOutcome(Enum):
-    """How an attempt has ended for the ranks of one node."""
-
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # because of an event on another node
@@ -45,9 +43,7 @@ class NodeInfo:
     nprocs: int
     role: str
     rank: int | None
-    """The node's place among the nodes, if it was set."""
     is_host: bool
-    """Whether the coordinator runs in the program of this node."""
     grace_period: float
     join_timeout: float
     seconds_left: float | None
@@ -103,8 +99,6 @@ class RanksStalled:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A stop was requested on this node."""
-
     cause: str
     """Such as "SIGUSR1"."""
 
@@ -120,8 +114,6 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """How the attempt has ended for the ranks of this node."""
-
     attempt: int
     outcome: AttemptOutcome
     port: int = 0
@@ -151,8 +143,6 @@ class AttemptReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """This node leaves the job before its end."""
-
     reason: str
 
 
@@ -198,7 +188,6 @@ class StartAttempt:
     master_addr: str
     master_port: int
     delay: float = 0.0
-    """Seconds to wait before the start."""
     is_counted: bool = False
     """Whether it is one of the restarts that the policy allows."""
 
@@ -225,8 +214,6 @@ class StopAtStep:
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """A node that was lost or has left, and its ranks."""
-
     group_rank: int
     hostname: str
     first_rank: int

@@ -115,7 +115,6 @@ class NodeThread:
         self._thread.start()
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates that the caller's thread has not received yet."""
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def start_ranks(self, attempt: int, setups: list[RankSetup]) -> None:
@@ -131,7 +130,6 @@ class NodeThread:
         self._post(self._machine.acknowledge_shutdown)
 
     def abort(self, report: AttemptReport) -> None:
-        """The run on this node has ended because of an error in the watcher."""
         self._post(lambda: self._machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
@@ -250,7 +248,6 @@ class NodeThread:
         self._execute([])
 
     def _may_leave(self) -> bool:
-        """Return whether this node leaves, and no other node needs its server any more."""
         return self._is_leaving and (self._joining.server is None or self._machine.is_joining)
 
     def _handle_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -172,7 +172,6 @@ class Server:
             self._loop.call_soon(self._judge_stalls)
 
     def remove(self, peer: _Peer) -> None:
-        """The connection of a peer has ended."""
         del self._peers[peer.number]
         if peer.receive is not None:
             peer.receive(None)
