@@ -4,17 +4,13 @@
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **begun** when it has connected to the driver, and **joined** the job when it has met the other nodes in a
-rendezvous. Only a node that has joined starts its ranks. A node that has not joined waits for other nodes, for at most
-`join_timeout` seconds. As soon as one node has ended, the driver stops each node that has begun and not joined.
+A node has **begun** when it has connected to the driver, and **joined** when it has met the other nodes: only then it starts
+its ranks. As soon as one node has ended, those that have not joined are stopped.
 
-Guarantees:
-
-- The driver waits without limit for the first node to begin, unless `queue_timeout` is set, and while no node has ended.
-- When the first node has ended, the other nodes have `grace_period` + END_SECONDS to announce their outcomes. If one has
-  not done so, the driver stops all nodes, and waits for their outcomes for the same time once more.
-- The driver waits without limit for an outcome that a node has announced, since to send a large outcome takes time.
-- The job succeeds only if the driver has received the outcome of every node that has ranks.
+Guarantees: without `queue_timeout` the driver waits without limit for the first node, and while no node has ended. When one
+has, the others have `grace_period` + END_SECONDS to announce their outcomes; then all are stopped, and have this time once
+more. An outcome that was announced is awaited without limit, as it may be large. The job succeeds only if the driver has the
+outcome of every node with ranks.
 """
 
 import logging
@@ -30,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import mpwatch
-from mpwatch.cluster.attempts import JobAttempts
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.node import NodeSpec, run_node
@@ -39,9 +34,8 @@ from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted, Restarting
-from mpwatch.nodes.coordinator import Decided
 from mpwatch.nodes.failure_codec import make_lost_failures
-from mpwatch.nodes.messages import LostNode
+from mpwatch.nodes.messages import AttemptDecision, LostNode
 from mpwatch.nodes.server import Link
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
@@ -51,7 +45,7 @@ from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
-ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
+ROOM_PERIOD = 0.5  # seconds between two questions to the engine what it waits for
 ERROR_LINES = 8  # of the end of the text of an engine's error
 
 
@@ -70,9 +64,7 @@ class _Node:
     ranks: tuple[int, ...] = ()
     """In the latest round."""
     is_stopped: bool = False
-    """Whether the driver has stopped the node."""
     outcome: "mpwatch.RunResult[Any] | Exception | None" = None
-    """None until the driver knows it."""
     is_lost: bool = False
     """Whether the engine has lost or cancelled the node, the node has left the job, or the driver has given it up."""
 
@@ -110,7 +102,7 @@ class Driver:
     ) -> None:
         assert spec.rendezvous is not None
         self.interrupt: KeyboardInterrupt | None = None
-        self._engine, self._server, self._view = engine, server, view
+        self._engine, self._view = engine, view
         self._messages, self._rendezvous = server.messages, spec.rendezvous
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers, self._progress_observers = [*spec.observers], [*spec.progress_observers]
@@ -118,24 +110,23 @@ class Driver:
         self._queue_timeout = queue_timeout
         self._queue_wait: QueueWait | None = None  # while no node has begun
         self._nodes: dict[int, _Node] = {}
-        self._attempts, self._may_restart = JobAttempts(), spec.policy.max_restarts > 0
+        self._may_restart = spec.policy.max_restarts > 0
+        self._round: RendezvousCompleted | None = None  # in which nodes have met last
+        self._is_round_counted = False  # whether its attempt is a restart that the policy allows
+        self._lost_attempts: list[mpwatch.Attempt] = []  # all nodes were lost in them, so no other node knows them
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
-        self._decided: Decided | None = None  # what the coordinator has decided last, see Decided
+        self._decision: AttemptDecision | None = None  # that has ended the job, or after the loss of all nodes
         self._not_restarted = ""  # why the loss of all nodes has ended the job
-        self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
-        self._waits_for_more = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
 
-    def run(self, node_spec: NodeSpec, *, may_begin_early: bool) -> mpwatch.RunResult[Any] | None:
+    def run(self, node_spec: NodeSpec) -> mpwatch.RunResult[Any] | None:
         """Start the nodes, wait until the job is over, and return its result, or None after Ctrl-C if there is none.
 
-        `may_begin_early`: whether the job begins without the nodes for which the cluster has no room. Raises LaunchError,
-        and an error that a node has returned, unless Ctrl-C has stopped the job.
+        Raises LaunchError, and an error that a node has returned, unless Ctrl-C has stopped the job.
         """
         self._spec = node_spec
-        self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
         self._wait_for_room(self._begin_queue_wait())
         for _ in range(self._rendezvous.max_nodes):
             self._start_node()
@@ -170,9 +161,8 @@ class Driver:
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
     def _wait(self) -> None:
-        period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
-        seconds = min(due_at - monotonic(), self._view.seconds_to_next_update(), period)
+        seconds = min(due_at - monotonic(), self._view.seconds_to_next_update())
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
@@ -182,8 +172,6 @@ class Driver:
                 self._queue_wait.report(self._describe_queue())
         else:
             self._handle(*message)
-        if self._are_meeting:
-            self._check_arrivals()
         self._view.update()
 
     def _is_over(self) -> bool:
@@ -207,8 +195,11 @@ class Driver:
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
         if kind == "decided":
-            self._decided = content
+            self._decision = content
             self._handle_lost_job()
+            return
+        if number not in self._nodes:
+            log_now(logging.WARNING, "there is no node %d, but its number has connected", number)
             return
         node = self._nodes[number]
         if kind == "hello":
@@ -233,24 +224,6 @@ class Driver:
             self._handle_end(node, content)
 
     # --- Nodes
-
-    def _check_arrivals(self) -> None:
-        """Let the job begin with the nodes that have begun, if they are enough and the cluster has no room for more."""
-        nodes = [node for node in self._nodes.values() if not node.is_over]
-        count = sum(node.has_begun for node in nodes)
-        least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
-        if not least <= count < most:
-            return
-        if not self._waits_for_more:
-            self._waits_for_more = True
-            if seconds := self._rendezvous.last_call_timeout:
-                text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
-                log_now(logging.INFO, text, count, most, seconds)
-        if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
-            text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
-            log_now(logging.INFO, text, count, most)
-            self._server.expect_nodes(count)
-            self._are_meeting = self._waits_for_more = False
 
     def _start_node(self) -> None:
         number = len(self._nodes)
@@ -319,22 +292,22 @@ class Driver:
 
     def _handle_lost_job(self) -> None:
         """When all nodes are lost and the coordinator has decided, end the job or go on with others."""
-        decided = self._decided
-        if decided is None or not self._losses or self._count_running() or self._is_ending():
+        decision = self._decision
+        if decision is None or not self._losses or self._count_running() or self._is_ending():
             return
-        decision, now, cause = decided.decision, time.time(), self._losses[0]
-        ranks = self._attempts.end(now, cause, {loss.rank: loss for loss in self._losses})
+        now, cause = time.time(), self._losses[0]
+        lost = self._record_lost_attempt(now)
         if decision.ends_job:
-            reason = decision.no_restart_reason if decided.is_without_nodes else "the ranks had ended before that"
+            reason = decision.no_restart_reason or "the ranks had ended before that"
             self._not_restarted = reason if self._may_restart else ""
             self._stop_nodes()
             return
-        self._decided, self._are_meeting = None, True
+        self._decision = None
         event = Restarting(
             time=now,
             monotonic=monotonic(),
             run_id=self._rendezvous.run_id,
-            ranks=ranks,
+            ranks=lost.ranks,
             attempt=decision.attempt,
             cause=cause,
             delay=0.0,
@@ -343,8 +316,24 @@ class Driver:
         )
         with suppress(*USER_ERRORS):
             LogEvents()(event)
-        self._attempts.handle_event(event)
+        self._is_round_counted = event.is_counted
         self._call_observers(event)
+
+    def _record_lost_attempt(self, now: float) -> mpwatch.Attempt:
+        start = self._round
+        assert start is not None
+        attempt = mpwatch.Attempt(
+            number=start.attempt,
+            ranks=tuple(range(start.world_size)),
+            started_at=start.time,
+            elapsed=max(0.0, now - start.time),
+            state=mpwatch.WorkerState.FAILED,
+            failures={loss.rank: loss for loss in self._losses},
+            root_cause=self._losses[0],
+            is_counted=self._is_round_counted,
+        )
+        self._lost_attempts.append(attempt)
+        return attempt
 
     def _is_ending(self) -> bool:
         return self._is_stopping or self._has_outcome()
@@ -390,12 +379,13 @@ class Driver:
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
                 reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._not_restarted
-                result = self._attempts.complete(make_lost_result(self._losses))
-                return replace(result, notes=make_restart_notes(reason, result.attempts))
+                attempts = tuple(self._lost_attempts)
+                return replace(make_lost_result(self._losses), attempts=attempts, notes=make_restart_notes(reason, attempts))
             for error in (*errors, *late_errors):
                 raise error
         if results:
-            return self._attempts.complete(add_losses(merge_results(results), self._losses))
+            result = merge_results(results)
+            return add_losses(replace(result, attempts=(*self._lost_attempts, *result.attempts)), self._losses)
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -411,15 +401,14 @@ class Driver:
             )
             return
         if isinstance(event, RendezvousCompleted):
-            node.group_rank, node.ranks = event.group_rank, event.ranks
+            node.group_rank, node.ranks, self._round = event.group_rank, event.ranks, event
             self._losses.clear()
-            if self._decided is not None and self._decided.decision.attempt < event.attempt:
-                self._decided = None
-            self._are_meeting = self._waits_for_more = False
-            self._server.expect_nodes(self._rendezvous.max_nodes)  # another number was for this round only
+            if self._decision is not None and self._decision.attempt < event.attempt:
+                self._decision = None
         elif isinstance(event, CallStarted):
             self._early_losses = 0
-        self._attempts.handle_event(event)
+        elif isinstance(event, Restarting):
+            self._is_round_counted = event.is_counted
         self._call_observers(event)
 
     def _call_observers(self, event: Event) -> None:

@@ -13,15 +13,10 @@ from mpwatch.wire.pickling.reducers import pack_by_value
 class Engine(Protocol):
     """Starts functions on nodes. The thread that runs the driver calls the methods of an engine.
 
-    An engine may also have two other methods:
-
-    - `describe_wait() -> str` returns a text that says what the job waits for, such as "the cluster has 1 free node, but the
-      job needs 2". The driver starts the nodes as soon as `describe_wait` returns "". The driver's warnings and errors
-      contain the text of `describe_wait`. After the start of the nodes, `describe_wait` must return at once. If the text is
-      empty after the start of the nodes, the driver uses its own text: "no node of the job has connected to this program".
-    - `lacks_room(number: int) -> bool` returns True if the cluster has no room at present for the node with this number.
-      `lacks_room` must return at once. If `lacks_room` returns True for a node, a job with `nodes=(min, max)` can begin
-      without this node.
+    An engine may also have a method `describe_wait() -> str`. It returns a text that says what the job waits for, such as
+    "the cluster has 1 free node, but the job needs 2", which warnings and errors contain. The driver starts nodes as soon
+    as the text is empty. After that, `describe_wait` must return at once, and an empty text stands for "no node of the job
+    has connected to this program".
 
     Attributes:
         address: the driver's own address, to which the nodes connect.

@@ -4,21 +4,25 @@ It runs the coordinator, and receives what the nodes send to the driver by their
 signed with the secret of the job (nodes/frames.py) before it is loaded.
 """
 
+import asyncio
 import logging
 import pickle
 import queue
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.coordinator import Decided
+from mpwatch.nodes.frames import Loop
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import LinkHello
+from mpwatch.nodes.messages import AttemptDecision, LinkHello
 from mpwatch.nodes.node_thread import make_coordinator
 from mpwatch.nodes.server import Link, Server
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
 
@@ -45,23 +49,34 @@ class JobServer:
         except OSError as error:
             text = f"the driver cannot listen at {address}, which must be an address of this machine: {error}"
             raise LaunchError(text) from error
-        self._coordinator = make_coordinator(spec, has_own_node=False)
-        log_warning = partial(log_now, logging.WARNING, "%s")
-        self._server = Server(listener, self._coordinator, spec.rendezvous, log_warning, driver=self)
         self.port: int = listener.getsockname()[1]
-        self._server.start()
-
-    def expect_nodes(self, count: int) -> None:
-        """Let the ranks start as soon as so many nodes have joined."""
-        self._server.post(lambda now: self._coordinator.expect_nodes(count, now))
+        self._spec, self._rendezvous = spec, spec.rendezvous
+        self._loop = Loop()
+        self._is_closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="mpwatch-coordinator", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        self._server.close()
+        self._loop.call_soon_threadsafe(self._is_closed.set)
+        self._thread.join()
+        if self._thread.native_id is not None:
+            wait_for_thread_exit(self._thread.native_id)
 
     # ---- in the server's thread
 
-    def on_decision(self, decided: Decided) -> None:
-        self.messages.put(("decided", 0, decided))
+    def _run(self, listener: socket.socket) -> None:
+        with closing(self._loop):
+            self._loop.run_until_complete(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        coordinator = make_coordinator(self._spec, has_own_node=False)
+        server = Server(coordinator, self._rendezvous, partial(log_now, logging.WARNING, "%s"), driver=self)
+        await server.start(listener)
+        await self._is_closed.wait()
+        await server.close()
+
+    def on_decision(self, decision: AttemptDecision) -> None:
+        self.messages.put(("decided", 0, decision))
 
     def open_link(self, hello: LinkHello, link: Link) -> Callable[[bytes | None], None]:
         self.messages.put(("hello", hello.number, (hello.hostname, link)))

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mpwatch
 from mpwatch.api import start_run
 from mpwatch.cluster.engine import NodeOutcome
-from mpwatch.nodes.address import RETRY_SECONDS
-from mpwatch.nodes.frames import READ_SIZE, Framing
+from mpwatch.nodes.address import Endpoint
+from mpwatch.nodes.frames import Framing
+from mpwatch.nodes.joining import RETRY_SECONDS
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
@@ -24,36 +25,30 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.wire.pickling.reducers import pack_by_value
 
 CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0
+READ_SIZE = 1 << 16
 ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The data that the driver sends to a node, so that the node can start its ranks."""
-
     number: int
-    driver: tuple[str, int]
-    """The address of the server."""
-    key: bytes
-    """The secret of the job."""
     nprocs: Any
     call: bytes
     """The function and the options of `mpwatch.submit`, pickled by cloudpickle."""
-    rendezvous: Mapping[str, Any]
+    rendezvous: mpwatch.Rendezvous
+    """Its endpoint is the address of the driver."""
     find_address: Callable[[], str] | None
     """Returns the address of the node. None means that mpwatch finds the address."""
     log_options: Mapping[str, Any]
     view_period: float | None
     """Seconds between two statuses of the ranks. None means that the driver shows no view."""
     wants_progress: bool
-    """Whether an observer of the driver wants the event Progressed."""
     version: str = str(mpwatch.__version__)
-    """The version of mpwatch in the driver."""
 
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results."""
-    with closing(_DriverLink(spec)) as link:
+    with closing(_DriverLink(spec.number, spec.rendezvous)) as link:
         try:
             with _submit(spec, link) as handle:
                 follower = threading.Thread(target=_follow_driver, args=(link, handle), name="mpwatch link")
@@ -72,27 +67,28 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
 class _DriverLink:
     """A node's connection to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
 
-    def __init__(self, spec: NodeSpec) -> None:
+    def __init__(self, number: int, rendezvous: mpwatch.Rendezvous) -> None:
         self._lock = threading.Lock()
+        endpoint = Endpoint.parse(rendezvous.endpoint)
         for tries_left in reversed(range(CONNECT_TRIES)):
             try:
-                self._connect(spec)
+                self._connect(number, endpoint, rendezvous.key)
                 return
             except (OSError, InvalidMessageError) as error:
-                if not tries_left or isinstance(error, ConnectionRefusedError):  # the driver has ended
-                    host, port = spec.driver
-                    text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
-                    raise ConnectionError(text) from error
+                if not tries_left:
+                    raise ConnectionError(
+                        f"{platform.node()} cannot connect to the driver at {endpoint}: {error}"
+                    ) from error
             time.sleep(RETRY_SECONDS)  # if many nodes connect at once, the server refuses some
 
-    def _connect(self, spec: NodeSpec) -> None:
-        self._framing = Framing(spec.key, is_server=False)
-        self._socket = socket.create_connection(spec.driver, CONNECT_SECONDS)
+    def _connect(self, number: int, endpoint: Endpoint, key: bytes) -> None:
+        self._framing = Framing(key, is_server=False)
+        self._socket = socket.create_connection((endpoint.host, endpoint.port), CONNECT_SECONDS)
         try:
             self._socket.sendall(self._framing.greeting)
             while not self._framing.is_greeted:
                 self._receive()
-            self._socket.sendall(self._framing.encode(encode_message(LinkHello(spec.number, platform.node()))))
+            self._socket.sendall(self._framing.encode(encode_message(LinkHello(number, platform.node()))))
             while not (frames := self._receive()):  # the answer
                 pass
             self._is_stop_requested = len(frames) > 1  # a request to stop may have come with it
@@ -130,8 +126,9 @@ def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
             f"node {spec.number} ({platform.node()}) has mpwatch {mpwatch.__version__}, but the driver has {spec.version};"
             " install the same version on all nodes"
         )
-    local_addr = None if spec.find_address is None else spec.find_address()
-    rendezvous = mpwatch.Rendezvous(**spec.rendezvous, local_addr=local_addr)
+    rendezvous = spec.rendezvous
+    if spec.find_address is not None:
+        rendezvous = replace(rendezvous, local_addr=spec.find_address())
     log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
@@ -171,8 +168,6 @@ def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:
 
 
 class _LinkStream:
-    """A stream that sends the output of a node's ranks to the driver."""
-
     def __init__(self, link: _DriverLink, stream: str) -> None:
         self._link, self._stream = link, stream
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import mpwatch
-from mpwatch.results.report import format_stopped_by_caller, make_restart_notes
+from mpwatch.results.report import make_restart_notes
 
 V = TypeVar("V")
 # If the nodes have ended in several states, the job has the first of these.
@@ -32,7 +32,7 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         progress=_merge(result.progress for result in results),
         stacks=_merge(result.stacks for result in results),
         collectives=_merge(result.collectives for result in results),
-        reason=_choose_reason(results),
+        reason=_first(result.reason for result in results),
         log_dir=_first(result.log_dir for result in results),
         attempts=max((result.attempts for result in results), key=len),
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
@@ -41,12 +41,6 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         elapsed=max(result.elapsed for result in results),
         events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
     )
-
-
-def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
-    """Prefer any other reason to "terminate() was called", which a node has if the driver has stopped it."""
-    reasons = [result.reason for result in results if result.reason]
-    return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:

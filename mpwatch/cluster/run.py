@@ -14,6 +14,7 @@ from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.node import NodeSpec
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
+from mpwatch.nodes.address import Endpoint
 from mpwatch.options.rendezvous import as_node_range
 from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
 from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
@@ -24,7 +25,6 @@ from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.reducers import pack_by_value
 
 T = TypeVar("T")
-LAST_CALL_SECONDS = 30.0
 ENGINE_METHODS = ("start", "cancel", "close")
 
 
@@ -34,7 +34,7 @@ class JobOptions(NodeOptions, OutputOptions, total=False):
     queue_timeout: float | None
     join_timeout: float
     node_timeout: float
-    last_call_timeout: float | None
+    last_call_timeout: float
     check: bool
 
 
@@ -57,7 +57,7 @@ def run(
     queue_timeout: float | None = None,
     join_timeout: float = 600.0,
     node_timeout: float = 15.0,
-    last_call_timeout: float | None = None,
+    last_call_timeout: float = 10.0,
     check: bool = True,
     **options: Unpack[NodeOptions],
 ) -> mpwatch.RunResult[T]:
@@ -81,9 +81,8 @@ def run(
             waits for.
         join_timeout: seconds that a node waits for the other nodes after its start.
         node_timeout: seconds without a sign of life after which a node is lost.
-        last_call_timeout: seconds to wait for more nodes after the minimum number of nodes has joined. None means 30 s. If
-            the engine knows that the cluster has no room for more nodes now, None means that the job begins at once. More
-            nodes may join later.
+        last_call_timeout: seconds to wait for more nodes after the minimum number of nodes has joined. More nodes may join
+            later.
         check: whether a failed job raises an exception. False means that `run` returns the result of the failed job.
         options: the other options of `mpwatch.run`, except `rendezvous`, `debug="post_mortem"` and signals in `stop`.
 
@@ -107,27 +106,27 @@ def run(
         if "rendezvous" in options:
             raise TypeError("a job on a cluster has no option 'rendezvous': the engine makes it")
         refuse_unknown("run", options, JobOptions.__annotations__)
-        rendezvous: dict[str, Any] = {
-            "run_id": secrets.token_hex(4),
-            "nnodes": nodes,
-            "secret": secrets.token_hex(16),
-            "is_host": False,
-            "join_timeout": join_timeout,
-            "node_timeout": node_timeout,
-            "last_call_timeout": LAST_CALL_SECONDS if last_call_timeout is None else last_call_timeout,
-        }
+        rendezvous = mpwatch.Rendezvous(
+            str(Endpoint(engine.address, 1)),  # there is no port yet
+            run_id=secrets.token_hex(4),
+            nnodes=nodes,
+            secret=secrets.token_hex(16),
+            is_host=False,
+            join_timeout=join_timeout,
+            node_timeout=node_timeout,
+            last_call_timeout=last_call_timeout,
+        )
         shown = logs or mpwatch.LogSpec()
         spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
             fn=fn,
             nprocs=1 if isinstance(nprocs, str) else nprocs,  # the GPUs and CPUs of a node are counted there
-            rendezvous=mpwatch.Rendezvous(f"{engine.address}:1", **rendezvous),  # only checks it: there is no port yet
+            rendezvous=rendezvous,
             logs=shown,
             on_event=on_event,
             on_progress=on_progress,
             progress=progress,
             **options,
         )
-        assert spec.rendezvous is not None
         if spec.debug == "post_mortem":
             raise ValueError("debug='post_mortem': the nodes have no terminal; use debug='locals'")
         if spec.stop_policy.signals:
@@ -140,18 +139,16 @@ def run(
         server = stack.enter_context(closing(JobServer(engine.address, spec, view.put)))
         node_spec = NodeSpec(
             number=0,
-            driver=(engine.address, server.port),
-            key=spec.rendezvous.key,
             nprocs=nprocs,
             call=call,
-            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{server.port}"},
+            rendezvous=replace(rendezvous, endpoint=str(Endpoint(engine.address, server.port))),
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
             wants_progress=bool(spec.progress_observers),
         )
         driver = Driver(engine, server, view, shown, spec, queue_timeout=queue_timeout)
-        result = driver.run(node_spec, may_begin_early=last_call_timeout is None)
+        result = driver.run(node_spec)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None

@@ -112,13 +112,11 @@ class DaskEngine:
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
-        self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
         self._least, self._grace_period = least, grace_period
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._used: dict[int, str] = {}  # the worker of each node that has one
-        self._waiting: set[int] = set()  # the nodes for which there is no free worker
         self._left: set[str] = set()  # workers that may still execute a task that was removed
         self._listed: list[str] = []
         self._listed_at = -POLL_SECONDS
@@ -147,9 +145,6 @@ class DaskEngine:
             self._futures[number] = Future()
             self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
         return self._futures[number]
-
-    def lacks_room(self, number: int) -> bool:
-        return number in self._waiting
 
     def cancel(self, number: int) -> None:
         """Remove the node's task. If the task is already running, it ends when the driver closes the node's connection."""
@@ -191,9 +186,7 @@ class DaskEngine:
             for worker in workers:
                 if self._find_place(worker, workers) not in used:
                     self._used[number] = worker
-                    self._waiting.discard(number)
                     return worker
-            self._waiting.add(number)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _execute_on(self, worker: str, call: bytes, key: str) -> cluster.NodeOutcome:
@@ -228,16 +221,13 @@ class DaskEngine:
     async def _list_workers(self) -> list[str]:
         async with self._lock:
             if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
-                self._listed = sorted(await self._client.nthreads())
-                new = [worker for worker in self._listed if worker not in self._totals]
-                if self._resources and new:
-                    self._totals |= await self._client.run(_list_resources, workers=new, on_error="ignore")
+                workers = (await self._client.scheduler.identity())["workers"]
+                self._listed = sorted(name for name, known in workers.items() if self._is_suitable(name, known["resources"]))
                 self._listed_at = self._loop.time()
-        return [worker for worker in self._listed if self._is_suitable(worker)]
+        return self._listed
 
-    def _is_suitable(self, worker: str) -> bool:
-        totals = self._totals.get(worker, {})
-        has_resources = all(totals.get(name, 0) >= amount for name, amount in self._resources.items())
+    def _is_suitable(self, worker: str, resources: Mapping[str, float]) -> bool:
+        has_resources = all(resources.get(name, 0) >= amount for name, amount in self._resources.items())
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
@@ -319,10 +309,6 @@ def _allow_children(key: str) -> Iterator[None]:
             if _was_daemon and not _running:
                 process.daemon = True
             _has_ended.notify_all()
-
-
-def _list_resources(dask_worker: Any) -> Mapping[str, float]:
-    return dict(dask_worker.state.total_resources)
 
 
 async def _wait_until_ended(job: str, seconds: float) -> None:

@@ -24,14 +24,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import mpwatch
 from mpwatch import cluster
-from mpwatch.os_support.clock import monotonic
 
 __all__ = ["run"]
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
 OMP_THREADS = "OMP_NUM_THREADS"
-ROOM_SECONDS = 2.0  # after which a node that Ray has not placed has no room; Ray needs some hundredths of a second
 # For Ray to reserve resources, before the next look at whether a node is cancelled. Ray 2.60 rounds it down to a whole
 # number, and an answer hardly ever comes within 0 s.
 WAIT_SECONDS = 1
@@ -129,13 +127,6 @@ class RayEngine:
         node.thread.start()
         return node.future
 
-    def lacks_room(self, number: int) -> bool:
-        """Whether this node waits for room. Further nodes are placed one after the other, and the others wait for their
-        turn.
-        """
-        is_full = any(node.lacks_room for node in self._further_nodes)
-        return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
-
     def cancel(self, number: int) -> None:
         """Kill the process of the node's Ray task. If the task has not begun, remove the task from Ray's queue."""
         if (ref := self._refs.get(number)) is not None:
@@ -165,7 +156,6 @@ class RayEngine:
                     _remove(group)
 
     def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
-        """Start the Ray task of this node in a bundle of the placement group. Return the ObjectRef of the task."""
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
         self._refs[number] = ref = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
         return ref
@@ -187,8 +177,6 @@ class _FurtherNode:
         self.number = number
         self.future: Future[cluster.NodeOutcome] = Future()
         self.group: PlacementGroup | None = None
-        self.is_placed = False
-        self.lacks_room = False
         self.is_cancelled = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(engine, call), name="mpwatch placement", daemon=True)
 
@@ -209,14 +197,10 @@ class _FurtherNode:
         try:
             other_node = {"ray.io/node-id": f"!in({','.join(sorted(engine.find_used_nodes()))})"}  # Ray keeps blanks
             self.group = placement_group([engine.bundle], bundle_label_selector=[other_node])
-            room_deadline = monotonic() + ROOM_SECONDS
             while not self.group.wait(WAIT_SECONDS):
-                self.lacks_room = monotonic() >= room_deadline
                 if self.is_cancelled.is_set():
                     return False
-            self.is_placed = True
         finally:
-            self.lacks_room = False
             engine.placing.release()
         return not self.is_cancelled.is_set()
 

@@ -1,7 +1,7 @@
 """Runs on several nodes. Each node calls `mpwatch.run` with the same Rendezvous, and connects to one **coordinator**.
 
-    node: caller's thread, watcher thread       node thread            server thread, on one node or in a driver
-    -------------------------------------       -----------            -----------------------------------------
+    node: caller's thread, watcher thread       node thread            the node thread of one node, or a thread of a driver
+    -------------------------------------       -----------            ----------------------------------------------------
     run_controller.py, watcher/ <-------------> node_machine.py <--TCP--> coordinator.py: who takes part, start, stop,
     diagnosis, events, environments,                                      what comes next (job_decision.py, job_verdict.py)
     ranks of this node

@@ -1,6 +1,6 @@
 """The decisions for the whole job: who takes part, when attempts start and stop, and what comes next. Pure.
 
-    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, LogWarning, Decided
+    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, LogWarning, AttemptDecision
 
     stage            it ends when ...                                               and then comes
     JOINING          enough nodes have joined                                       RUNNING
@@ -8,17 +8,17 @@
                      a rank fails, a node is lost, or more nodes wait               STOPPING
                      the collectives of several nodes can never end                 STOPPING
     STOPPING         all nodes that are not lost have reported                      the decision
-    the decision     (job_decision.py)  RESTART                                     RUNNING
-                                        RE_RENDEZVOUS: with other nodes             JOINING
+    the decision     (job_decision.py)  RESTART                                     JOINING
                                         DONE, FAILED                                SHUTTING_DOWN
-    SHUTTING_DOWN    all nodes that are not lost know the decision,                 FINISHED
+    SHUTTING_DOWN    all nodes have left, since they know the decision,             FINISHED
                      or the time is over
 
 A node is lost if its connection ends, if it is silent for `node_timeout`, if it leaves, or if it does not stop its ranks in
 time. Then it is dismissed, and may join again like a new node. Nodes beyond the maximum wait until there is room.
 
 When a stop is requested on a node, all ranks hold before their next step (HoldSteps). Each node answers with the highest
-step that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted.
+step that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted. If a
+node has not started its ranks yet, the job ends.
 
 Guarantees: at most one decision about an attempt. Before it, the reports of all nodes that are not lost. The number of
 messages grows linearly with the number of nodes.
@@ -49,7 +49,6 @@ from mpwatch.nodes.messages import (
     NodeInfo,
     NodeLeaving,
     RanksStalled,
-    RanksStopped,
     Refused,
     StartAttempt,
     StepsHeld,
@@ -62,7 +61,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
-STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
+STOP_SECONDS = 10.0  # a node has this time after its grace period to stop its ranks and to report how they have ended
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long a job that has lost nodes waits for more than the least number of nodes
 TELL_SECONDS = 3.0  # after which a node is told that it still waits
 
@@ -88,28 +87,18 @@ class LogWarning:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The job is over, or goes on although all nodes of the attempt are lost. For a program that starts nodes."""
-
-    decision: AttemptDecision
-    is_without_nodes: bool
-
-
-CoordinatorAction = Send | LogWarning | Decided
+# An AttemptDecision is for a program that has started the nodes: the job is over, or goes on although all nodes are lost.
+CoordinatorAction = Send | LogWarning | AttemptDecision
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A node that has joined and is not lost."""
-
     number: int
     """Of its connection."""
     info: NodeInfo
     port: int
     joined_at: float
     leaves_at: float
-    """When its time to wait for others is over."""
     tell_at: float
     node: int | None = None
     """Its group rank in the present attempt, or None if it waits."""
@@ -132,21 +121,19 @@ class Coordinator:
     ) -> None:
         self.stage = JobStage.JOINING
         self._rendezvous, self._run_id = rendezvous, rendezvous.run_id
-        self._min_nodes = rendezvous.min_nodes
-        self._max_nodes = self._expected_nodes = rendezvous.max_nodes
+        self._min_nodes, self._max_nodes = rendezvous.min_nodes, rendezvous.max_nodes
         self._policy, self._budget = policy, RestartBudget(policy, rng)
         self._stall_after, self._required = stall_after, required
         self._members: dict[int, _Member] = {}  # by the number of the connection, in the order of their coming
         self._refusal = ""  # of a node whose options differ
         self._stop_cause = ""  # what has requested a stop of the job
-        self._acknowledged: set[int] = set()
         self._begin_at = self._deadline = math.inf  # when the job begins with the nodes that have joined; for nodes to stop
         self._attempt, self._round = JobAttempt(), list[_Member]()  # the nodes of the attempt, also those that are lost
+        self._delay, self._is_restart_counted = 0.0, False  # of the next attempt
         self._has_new_collectives = False
 
     @property
     def deadline(self) -> float:
-        """When `handle_deadline` must be called."""
         soonest = min(self._deadline, self._begin_at)
         waiting = self._list_waiting() if self.stage is not JobStage.FINISHED else []
         return min([soonest, *(min(member.leaves_at, member.tell_at) for member in waiting)])
@@ -154,7 +141,6 @@ class Coordinator:
     # ---- nodes come and go
 
     def join(self, number: int, info: NodeInfo, now: float) -> list[CoordinatorAction]:
-        """A node with a new connection wants to join."""
         if info.run_id != self._run_id:
             reason = f"job {self._run_id!r} is here, not {info.run_id!r}; give each job a port of its own"
             return [Send(number, Refused(reason, may_retry=True))]
@@ -174,33 +160,21 @@ class Coordinator:
             self._begin_at = min(self._begin_at, now + REJOIN_LAST_CALL_SECONDS)
         return [joined, *self._begin_if_complete(now)]
 
-    def expect_nodes(self, count: int, now: float) -> list[CoordinatorAction]:
-        """Begin as soon as so many nodes have joined."""
-        self._expected_nodes = min(count, self._max_nodes)
-        return self._begin_if_complete(now) if self.stage is JobStage.JOINING else []
-
     def lose(self, number: int, reason: str, now: float) -> list[CoordinatorAction]:
         """The connection of a node has ended, or the node is silent or leaves."""
         member = self._members.pop(number, None)
         if member is None:
             return []
-        if member.node is not None and self.stage is not JobStage.JOINING:
-            has_left = member.node in self._acknowledged and member.node in self._attempt.reports
-            return [] if has_left else self._lose(number, member.node, reason, now)
-        if self.stage is JobStage.JOINING and member.info.is_host:
-            self.stage = JobStage.FINISHED
-            over = Refused("the node whose program runs the coordinator has left")
-            return [Send(other, over) for other in self._members]
-        if len(self._members) < self._min_nodes:
-            self._begin_at = math.inf
-        return [Send(number, Dismissed(reason))]
-
-    def _lose(self, number: int, node: int, reason: str, now: float) -> list[CoordinatorAction]:
-        self._attempt.lost[node] = reason
         actions: list[CoordinatorAction] = [Send(number, Dismissed(reason))]
         if self.stage is JobStage.SHUTTING_DOWN:
-            return actions + self._finish_if_acknowledged()
-        text = f"{self._attempt.describe_node(node)} was lost: {reason}"
+            self._finish_if_all_have_left()
+        if member.node is None or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
+            return actions
+        report = self._attempt.reports.get(member.node)
+        if report is not None and report.outcome is AttemptOutcome.ABORTED:
+            return actions  # it has said why it leaves
+        self._attempt.lost[member.node] = reason
+        text = f"{self._attempt.describe_node(member.node)} was lost: {reason}"
         return actions + self._stop_attempt(text, now) + self._decide_if_complete(now)
 
     def _list_waiting(self) -> list[_Member]:
@@ -229,13 +203,13 @@ class Coordinator:
             return []
         if self._begin_at == math.inf:
             self._begin_at = now + self._rendezvous.last_call_timeout
-        if count < self._expected_nodes and now < self._begin_at:
+        if count < self._max_nodes and now < self._begin_at:
             return []
         members = sorted(self._members.values(), key=lambda member: (member.node is None, member.number))
         chosen = sorted(members[: self._max_nodes], key=_sort_key)
         return self._start_attempt(chosen)
 
-    def _start_attempt(self, members: list[_Member], delay: float = 0.0) -> list[CoordinatorAction]:
+    def _start_attempt(self, members: list[_Member]) -> list[CoordinatorAction]:
         number = self._attempt.number + 1 if self._attempt.infos else 0
         for member in self._members.values():
             member.node = None
@@ -260,11 +234,12 @@ class Coordinator:
                 group_world_size=len(members),
                 master_addr=infos[0].address,
                 master_port=members[0].port,
-                delay=delay,
+                delay=self._delay,
+                is_counted=self._is_restart_counted,
             )
             actions.append(Send(member.number, start))
             role_ranks[role] += member.info.nprocs
-        return actions + (self._broadcast(HoldSteps(number, self._stop_cause)) if self._stop_cause else [])
+        return actions + (self._broadcast(HoldSteps(self._stop_cause)) if self._stop_cause else [])
 
     def _broadcast(self, message: MessageToNode) -> list[CoordinatorAction]:
         return [Send(self._round[node].number, message) for node in sorted(self._attempt.active)]
@@ -276,11 +251,7 @@ class Coordinator:
         member, attempt = self._members.get(number), self._attempt
         node = None if member is None else member.node
         if isinstance(message, NodeLeaving):
-            may_leave = node in attempt.reports or (node is not None and self.stage is JobStage.SHUTTING_DOWN)
-            if node is None or message.reason or not may_leave:
-                return self.lose(number, message.reason or "it has left", now)
-            self._acknowledged.add(node)
-            return self._finish_if_acknowledged()
+            return self.lose(number, message.reason, now)
         if member is None or node is None or self.stage is JobStage.FINISHED:
             return []
         if isinstance(message, StopRequest):
@@ -288,17 +259,14 @@ class Coordinator:
         if isinstance(message, AttemptReport):
             check_failures(message)
             member.port = message.port or member.port
-        if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
+        if not isinstance(message, AttemptFailing | RanksStalled | StepsHeld | AttemptReport):
             return []
         if message.attempt != attempt.number or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
             return []
         if isinstance(message, AttemptFailing):
             return self._fail(node, now)
-        if isinstance(message, RanksStopped):
-            attempt.stopped.add(node)
-            return []
         if isinstance(message, StepsHeld):
-            return self._handle_held_steps(node, message, now)
+            return self._handle_held_steps(node, message)
         if isinstance(message, AttemptReport):
             return self._handle_report(member, node, message, now)
         self._set_collectives(node, message)
@@ -307,20 +275,16 @@ class Coordinator:
     def _request_stop(self, cause: str) -> list[CoordinatorAction]:
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         is_running = self.stage is JobStage.RUNNING
-        return self._broadcast(HoldSteps(self._attempt.number, cause)) if is_first and is_running else []
+        return self._broadcast(HoldSteps(cause)) if is_first and is_running else []
 
-    def _handle_held_steps(self, node: int, message: StepsHeld, now: float) -> list[CoordinatorAction]:
-        """When the ranks of all nodes hold, let all stop at one step. End the job if none is started yet in a restart."""
+    def _handle_held_steps(self, node: int, message: StepsHeld) -> list[CoordinatorAction]:
+        """When the ranks of all nodes hold, let all stop at one step."""
         attempt = self._attempt
-        if message.has_started:
-            attempt.held_steps[node] = message.step
-            if self.stage is not JobStage.RUNNING or not attempt.active <= attempt.held_steps.keys():
-                return []
-            highest = max((step for step in attempt.held_steps.values() if step is not None), default=None)
-            return self._broadcast(StopAtStep(attempt.number, self._stop_cause, highest))
-        attempt.unstarted.add(node)
-        is_before_restart = attempt.number > 0 and attempt.active <= attempt.unstarted
-        return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
+        attempt.held_steps[node] = message.step
+        if self.stage is not JobStage.RUNNING or not attempt.active <= attempt.held_steps.keys():
+            return []
+        highest = max((step for step in attempt.held_steps.values() if step is not None), default=None)
+        return self._broadcast(StopAtStep(self._stop_cause, highest))
 
     def judge_stalls(self, now: float) -> list[CoordinatorAction]:
         """Compare new collectives of all nodes, and stop the attempt if one can never end. Called once after all new
@@ -343,13 +307,18 @@ class Coordinator:
         self._has_new_collectives = True
 
     def _handle_report(self, member: _Member, node: int, report: AttemptReport, now: float) -> list[CoordinatorAction]:
+        actions: list[CoordinatorAction] = []
         if report.outcome is AttemptOutcome.STOPPED and self.stage is JobStage.RUNNING:
-            # No StopAttempt was sent, so the lease of the node's ranks has expired (NodeThread._renew_lease).
-            return self.lose(member.number, "it could not reach the coordinator for a while, and has stopped its ranks", now)
+            if not self._stop_cause:
+                # No StopAttempt was sent, so the lease of the node's ranks has expired (NodeThread._renew_lease).
+                reason = "it could not reach the coordinator for a while, and has stopped its ranks"
+                return self.lose(member.number, reason, now)
+            # Its ranks had not been started when the stop was requested.
+            actions = self._stop_attempt(describe_stop(self._stop_cause), now)
         self._attempt.reports[node] = report
         self._set_collectives(node, report)
         has_failed = report.outcome not in (AttemptOutcome.SUCCEEDED, AttemptOutcome.STOPPED)
-        return (self._fail(node, now) if has_failed else []) + self._decide_if_complete(now)
+        return actions + (self._fail(node, now) if has_failed else []) + self._decide_if_complete(now)
 
     def _fail(self, node: int, now: float) -> list[CoordinatorAction]:
         if node not in self._attempt.failure_order:
@@ -361,7 +330,7 @@ class Coordinator:
             return []
         self.stage = JobStage.STOPPING
         self._deadline = now + max(info.grace_period for info in self._attempt.infos) + STOP_SECONDS
-        return self._broadcast(StopAttempt(self._attempt.number, reason))
+        return self._broadcast(StopAttempt(reason))
 
     def handle_deadline(self, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []
@@ -371,7 +340,7 @@ class Coordinator:
                 self.stage = JobStage.FINISHED
                 return []
             attempt = self._attempt
-            for node in sorted(attempt.active - attempt.stopped - attempt.reports.keys()):
+            for node in sorted(attempt.active - attempt.reports.keys()):
                 actions += self.lose(self._round[node].number, "it does not stop its ranks", now)
         if self.stage is JobStage.JOINING and now >= self._begin_at:
             actions += self._begin_if_complete(now)
@@ -411,13 +380,11 @@ class Coordinator:
             newcomers=self._count_newcomers(),
             stop_cause=self._stop_cause,
         )
-        self._deadline = math.inf
-        actions, is_without_nodes = self._broadcast(decision), not self._attempt.active
-        if is_without_nodes or decision.ends_job:
-            actions.append(Decided(decision, is_without_nodes))
+        self._deadline, self._delay, self._is_restart_counted = math.inf, decision.delay, decision.is_restart_counted
+        actions = self._broadcast(decision)
+        if decision.ends_job or not self._attempt.active:
+            actions.append(decision)
         if decision.next_step is NextStep.RESTART:
-            return actions + self._start_attempt(self._round, decision.delay)
-        if decision.next_step is NextStep.RE_RENDEZVOUS:
             self.stage, self._begin_at = JobStage.JOINING, now
             for member in self._members.values():
                 left = math.inf if member.info.seconds_left is None else member.joined_at + member.info.seconds_left
@@ -429,12 +396,12 @@ class Coordinator:
         self._deadline = now + (options.exit_barrier_timeout if has_succeeded else options.node_timeout)
         over = Refused(f"job {self._run_id!r} is over")
         actions += [Send(member.number, over) for member in self._list_waiting()]
-        return actions + self._finish_if_acknowledged()
+        self._finish_if_all_have_left()
+        return actions
 
-    def _finish_if_acknowledged(self) -> list[CoordinatorAction]:
-        if self.stage is JobStage.SHUTTING_DOWN and self._attempt.active <= self._acknowledged:
+    def _finish_if_all_have_left(self) -> None:
+        if all(member.number not in self._members for member in self._round):
             self.stage = JobStage.FINISHED
-        return []
 
 
 def _sort_key(member: _Member) -> tuple[float, bool]:

@@ -107,7 +107,6 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def make_lost_failures(node: LostNode) -> list[ProcessFailure]:
-    """Return one failure for each rank of a lost node."""
     ranks = tuple(range(node.first_rank, node.first_rank + node.nprocs))
     return [
         add_summary(

@@ -5,24 +5,23 @@
 
 The key of each direction is made of the secret and of both nonces, and each HMAC includes the number of the frame. So no
 frame is accepted that was recorded in another connection, or earlier or at the other end of this one. Sizes and HMACs are
-checked before a message is read. A stranger can make this end keep FIRST_BYTES at most.
+checked before a message is read. A stranger can make this end keep FIRST_BYTES and what was read at once, at most.
 """
 
+import asyncio
 import hmac
 import secrets
-import socket
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterator
 
 from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.os_support.clock import monotonic
 
 FIRST_BYTES = 1 << 14  # of the first frame of a node, which says who it is
 MAX_BYTES = 1 << 21  # of any other frame; a decision has at most 64 failures, of 0.5 MiB together
 MAX_LINK_BYTES = (1 << 32) - 1  # of what a node sends to the driver that has started it
 MAX_UNSENT_BYTES = 1 << 24  # for a node that does not read
-READ_SIZE = 1 << 16
-READS = 64  # of one connection before the others get their turn
+LINGER_SECONDS = 2.0  # for the other end to read the last message
 PREFIX = b"mpwatch/1 "
 NONCE_LENGTH, KEY_ID_LENGTH = 32, 8  # characters
 NO_KEY_ID = b"-" * KEY_ID_LENGTH
@@ -123,57 +122,71 @@ def _sign(key: bytes, number: int, data: bytes) -> bytes:
     return _compute_hmac(key, COUNTER.pack(number), data)
 
 
-class Connection:
-    """A connected socket, at either end. No method waits. `end` is why nothing more can be read or written, or empty."""
+class Loop(asyncio.SelectorEventLoop):
+    """The event loop of a thread that exchanges messages, with the clock of os_support/clock.py, which no test freezes."""
 
-    def __init__(self, connected: socket.socket, secret: bytes, *, is_server: bool) -> None:
-        connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.end = connected, ""
+    def time(self) -> float:
+        return monotonic()
+
+
+class Connection(asyncio.Protocol):
+    """One end of a connection, in the thread of its event loop. `end` is why it has ended, or empty.
+
+    `handle_message` is called for each message, and `handle_end` once when the connection has ended.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, secret: bytes, *, is_server: bool) -> None:
         self.framing = Framing(secret, is_server=is_server)
-        self._unsent = bytearray(self.framing.greeting)
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.end = ""
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent) and not self.end
+    def handle_message(self, data: bytes) -> None:
+        """Raises InvalidMessageError, which ends the connection."""
+        raise NotImplementedError
+
+    def handle_end(self) -> None:
+        raise NotImplementedError
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self.framing.greeting)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self.framing.feed(data):
+                self.handle_message(body)
+        except InvalidMessageError as error:
+            self.handle_invalid(error)
+
+    def handle_invalid(self, error: InvalidMessageError) -> None:
+        self.abort(f"it has sent what cannot be read: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        reason = error.strerror if isinstance(error, OSError) else None
+        self.end = self.end or reason or "it has closed the connection"
+        self.closed.set_result(None)
+        self.handle_end()
 
     def send(self, data: bytes) -> None:
-        self._unsent += self.framing.encode(data)
-        if len(self._unsent) > MAX_UNSENT_BYTES:
-            self.end = self.end or "it does not read what it is sent"
-        self.flush()
+        if not self.transport.is_closing():
+            self.transport.write(self.framing.encode(data))
+            if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+                self.abort("it does not read what it is sent")
 
-    def flush(self) -> None:
-        try:
-            while self.has_unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.end = self.end or str(error.strerror)
+    def abort(self, reason: str) -> None:
+        self.end = self.end or reason
+        self.transport.abort()
 
-    def receive(self) -> Iterator[bytes]:
-        """Read what has come. What is wrong with it is raised when the iterator comes to it."""
-        data = bytearray()
-        try:
-            for _ in range(READS):
-                piece = self.socket.recv(READ_SIZE)
-                data += piece
-                if not piece:
-                    self.end = self.end or "it has closed the connection"
-                    break
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.end = self.end or str(error.strerror)
-        return self.framing.feed(bytes(data))
 
-    def shut_down(self) -> None:
-        """Send no more. The other end reads what was sent before, and then that this is the end."""
-        self.flush()
-        with suppress(OSError):  # it is not connected any more
-            self.socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.end = self.end or "closed"
-        self.socket.close()
+async def close_all(connections: Collection[Connection]) -> None:
+    """Send what was not sent yet, if the other ends read it soon, and close the connections."""
+    for connection in connections:
+        connection.transport.close()
+    if connections:
+        await asyncio.wait([connection.closed for connection in connections], timeout=LINGER_SECONDS)
+    for connection in connections:
+        connection.transport.abort()
+    await asyncio.sleep(0)  # the event loop closes the sockets now

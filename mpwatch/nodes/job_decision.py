@@ -1,13 +1,13 @@
-"""Decide what the nodes do after an attempt: end, restart, or join the next round. The coordinator calls this. Pure.
+"""Decide what the nodes do after an attempt: end, or restart. The coordinator calls this. Pure.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
     a rank failed                                          RESTART if the restart policy allows it, else FAILED
-    a node is lost, enough nodes remain                    RE_RENDEZVOUS; costs no restart
-    a node is lost, too few nodes remain                   RE_RENDEZVOUS if a restart is left, else FAILED
+    a node is lost, enough nodes remain                    RESTART; costs no restart
+    a node is lost, too few nodes remain                   RESTART if a restart is left, else FAILED
     the node of the coordinator is lost                    FAILED
-    more nodes want to join                                RE_RENDEZVOUS; costs no restart
-    a stop was requested                                   FAILED instead of RESTART and RE_RENDEZVOUS
+    more nodes want to join                                RESTART; costs no restart
+    a stop was requested                                   FAILED instead of RESTART
 
 If a comparison of all ranks' collectives (job_verdict.py) explains all failures of an attempt, it also names the root cause.
 Otherwise failures that may be consequences of events on other nodes are left out, and the root cause is the first remaining
@@ -31,7 +31,6 @@ from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttem
 
 MAX_FAILURES = 64  # failures that are sent in full. Further failures are only counted
 MAX_FAILURES_BYTES = 512 * 1024  # of all failures together
-MAX_LOST_NODES = 1000  # lost nodes that are listed in a decision
 
 
 @dataclass(kw_only=True)
@@ -42,8 +41,6 @@ class JobAttempt:
     infos: Sequence[NodeInfo] = ()
     failure_order: list[int] = field(default_factory=list)
     """The nodes whose ranks have failed, in the order of their messages."""
-    stopped: set[int] = field(default_factory=set)
-    """The nodes whose ranks have all exited."""
     reports: dict[int, AttemptReport] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """The reason for each lost node, the first one first."""
@@ -54,8 +51,6 @@ class JobAttempt:
     warned: set[Finding] = field(default_factory=set)
     held_steps: dict[int, int | None] = field(default_factory=dict)
     """The highest step that the ranks of a node have passed, if any, of each node whose ranks hold."""
-    unstarted: set[int] = field(default_factory=set)
-    """The nodes that had not started their ranks when a stop was requested."""
     was_stopped_for_newcomers: bool = False
     """Then a victim may have failed because of this stop."""
 
@@ -65,7 +60,6 @@ class JobAttempt:
 
     @property
     def first_ranks(self) -> list[int]:
-        """The first global rank of each node."""
         return list(accumulate((info.nprocs for info in self.infos), initial=0))
 
     @property
@@ -118,11 +112,11 @@ class JobAttempt:
                 step=max((report.step for report in self.reports.values() if report.step >= 0), default=None),
             )
             make = partial(make, root_cause_rank=rank, reason=root.reason)
-            return _restart_or_fail(make, budget, failed_attempt, has_same_nodes=not (self.lost or newcomers))
+            return _restart_or_fail(make, budget, failed_attempt)
         if self.lost:
             return self._decide_after_node_loss(budget, min_nodes, newcomers)
         waiting = f"more nodes want to join: {newcomers}" if newcomers else "a node that wanted to join has left again"
-        return make(NextStep.RE_RENDEZVOUS, reason=waiting)
+        return make(NextStep.RESTART, reason=waiting)
 
     def _decide_after_node_loss(self, budget: RestartBudget, min_nodes: int, newcomers: int) -> AttemptDecision:
         """Only if the lost node may have caused all failures of ranks."""
@@ -135,9 +129,9 @@ class JobAttempt:
             return make(NextStep.FAILED, reason=f"{reason}; {why}", no_restart_reason=why)
         remaining = len(self.active) + newcomers
         if remaining >= min_nodes:
-            return make(NextStep.RE_RENDEZVOUS)
+            return make(NextStep.RESTART)
         failed_attempt = FailedAttempt(cause=None, no_restart_reason=lambda: "")
-        decision = _restart_or_fail(make, budget, failed_attempt, has_same_nodes=False)
+        decision = _restart_or_fail(make, budget, failed_attempt)
         too_few = f"{remaining} of at least {min_nodes} nodes remain"
         has_reason = decision.next_step is not NextStep.FAILED or decision.no_restart_reason
         return decision if has_reason else replace(decision, no_restart_reason=too_few)
@@ -163,7 +157,7 @@ class JobAttempt:
             decision,
             failures=sent,
             failures_omitted=omitted_by_nodes + len(failures) - len(sent),
-            lost_nodes=tuple(lost[:MAX_LOST_NODES]),
+            lost_nodes=tuple(lost),
         )
 
     # ---- which rank failed first
@@ -240,13 +234,11 @@ def describe_stop(cause: str) -> str:
 
 
 def _restart_or_fail(
-    make: "partial[AttemptDecision]", budget: RestartBudget, failed_attempt: FailedAttempt, *, has_same_nodes: bool
+    make: "partial[AttemptDecision]", budget: RestartBudget, failed_attempt: FailedAttempt
 ) -> AttemptDecision:
     restart = budget.decide(failed_attempt)
     if restart.delay is None:
         return make(NextStep.FAILED, no_restart_reason=restart.no_restart_reason)
-    if not has_same_nodes:  # without the delay: other nodes have to be awaited
-        return make(NextStep.RE_RENDEZVOUS, is_restart_counted=True)
     return make(NextStep.RESTART, delay=restart.delay, is_restart_counted=True)
 
 

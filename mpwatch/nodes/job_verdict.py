@@ -56,9 +56,7 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
 @dataclass(frozen=True)
 class NodeCollectives:
     answers: Mapping[int, RankCollectives]
-    """The collectives of each rank, by global rank."""
     returned: frozenset[int]
-    """The ranks whose function has returned."""
 
 
 def read_records(records: Iterable[RankRecord]) -> NodeCollectives:

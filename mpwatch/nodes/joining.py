@@ -4,32 +4,63 @@ Everything is tried again until the deadline, because the node with the coordina
 servers do not know a new node at once.
 """
 
+import asyncio
 import socket
-import threading
-from collections.abc import Callable
-from multiprocessing.connection import wait
+from collections.abc import Awaitable, Callable
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.address import (
-    CHECK_SECONDS,
-    Deadline,
-    Endpoint,
-    SocketAddress,
-    connect,
-    is_local_address,
-    is_loopback,
-    listen,
-    resolve,
-)
+from mpwatch.nodes.address import Endpoint, SocketAddress, connect, is_local_address, listen, resolve
 from mpwatch.nodes.frames import Connection, ForeignProgramError, SecretMismatchError
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import Message, NodeInfo, Refused, decode_message, encode_message
+from mpwatch.nodes.messages import Joined, MessageToNode, NodeInfo, Refused, decode_message, encode_message
 from mpwatch.nodes.server import Server
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.clock import monotonic
 
-ANSWER_SECONDS = 2.0  # for the program that listens there to greet
+RETRY_SECONDS = 0.2
+ANSWER_SECONDS = 4.0  # for the program that listens there to greet, and to accept this node
 RETRY_OVER_SECONDS = 10.0  # for the end of an earlier job at the same endpoint
+
+
+class NodeConnection(Connection):
+    """A node's connection to the coordinator. `answer` is its first message."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        make_info: Callable[[str], NodeInfo],
+        handle: Callable[["NodeConnection", MessageToNode], object],
+        lose: Callable[["NodeConnection"], object],
+    ) -> None:
+        super().__init__(secret, is_server=False)
+        self.answer: asyncio.Future[MessageToNode] = asyncio.get_running_loop().create_future()
+        self._make_info, self._handle, self._lose = make_info, handle, lose
+        self._has_introduced_itself = False
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.framing.is_greeted and not self._has_introduced_itself:
+            self._has_introduced_itself = True
+            own_address = str(self.transport.get_extra_info("sockname")[0])
+            self.send(encode_message(self._make_info(own_address)))
+
+    def handle_message(self, data: bytes) -> None:
+        message = decode_message(data)
+        if not isinstance(message, MessageToNode):
+            raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
+        if not self.answer.done():
+            self.answer.set_result(message)
+        self._handle(self, message)
+
+    def handle_invalid(self, error: InvalidMessageError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+        super().handle_invalid(error)
+
+    def handle_end(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(ConnectionError(f"what listens there has ended the connection ({self.end})"))
+        self._lose(self)
 
 
 class Joining:
@@ -38,27 +69,22 @@ class Joining:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        make_info: Callable[[str, bool], NodeInfo],
-        serve: Callable[[socket.socket], Server],
-        log_warning: Callable[[str], object],
+        make_connection: Callable[[], NodeConnection],
+        serve: Callable[[socket.socket], Awaitable[Server]],
     ) -> None:
-        self._rendezvous, self._make_info, self._serve = rendezvous, make_info, serve
-        self._log_warning = log_warning
+        self._rendezvous, self._make_connection, self._serve = rendezvous, make_connection, serve
         self.endpoint = Endpoint.parse(rendezvous.endpoint)
         self.server: Server | None = None
-        self.cancelled = threading.Event()
 
-    def run(self, until: float) -> tuple[Connection, list[Message]]:
-        """Return a connection on which this node was accepted, and what has come on it.
-
-        Raises LaunchError. Raises CancelledError if `cancelled` was set.
-        """
-        deadline = Deadline(until, self.cancelled)
+    async def run(self, until: float) -> None:
+        """Return when this node was accepted. Raises LaunchError."""
         started_at = monotonic()
         where = f"rendezvous at {self.endpoint}"
         while True:
+            now = monotonic()
             try:
-                return self._try(deadline, may_wait_for_end=monotonic() < started_at + RETRY_OVER_SECONDS)
+                await self._try(min(ANSWER_SECONDS, until - now), may_wait_for_end=now < started_at + RETRY_OVER_SECONDS)
+                return
             except SecretMismatchError as error:
                 raise LaunchError(f"{where}: what the coordinator sends is {error}") from error
             except ForeignProgramError as error:
@@ -68,81 +94,49 @@ class Joining:
                 ) from error
             except (ConnectionError, TimeoutError, InvalidMessageError) as error:
                 problem = error
-            if not deadline.wait_before_retry():
+            if monotonic() + RETRY_SECONDS >= until:
                 raise LaunchError(f"{where}: {problem}. Tried for {monotonic() - started_at:.1f} s") from problem
+            await asyncio.sleep(RETRY_SECONDS)
 
     def describe(self, problem: str) -> str:
         return f"rendezvous of job {self._rendezvous.run_id!r} at {self.endpoint}: {problem}"
 
-    def _try(self, deadline: Deadline, *, may_wait_for_end: bool) -> tuple[Connection, list[Message]]:
-        connection = Connection(
-            connect(self.endpoint, self._find_addresses(deadline), deadline), self._rendezvous.key, is_server=False
-        )
+    async def _try(self, answer_seconds: float, *, may_wait_for_end: bool) -> None:
+        connected = await connect(self.endpoint, await self._find_addresses())
+        _, connection = await asyncio.get_running_loop().create_connection(self._make_connection, sock=connected)
+        answer: MessageToNode | None = None
         try:
-            messages = self._introduce(connection, deadline)
-            if isinstance(refusal := messages[0], Refused):
-                if refusal.may_retry and self.server is None and may_wait_for_end:
-                    raise ConnectionError(refusal.reason)
-                raise LaunchError(self.describe(refusal.reason))
-        except BaseException:
-            connection.close()
-            raise
-        return connection, messages
+            async with asyncio.timeout(answer_seconds):
+                answer = await connection.answer
+        except TimeoutError:
+            raise TimeoutError(
+                "what listens there does not answer as mpwatch. Check on that machine whether another program has taken the"
+                " port"
+            ) from None
+        finally:
+            if not isinstance(answer, Joined):
+                connection.transport.abort()
+        if isinstance(answer, Refused):
+            if answer.may_retry and self.server is None and may_wait_for_end:
+                raise ConnectionError(answer.reason)
+            raise LaunchError(self.describe(answer.reason))
 
-    def _find_addresses(self, deadline: Deadline) -> list[SocketAddress]:
+    async def _find_addresses(self) -> list[SocketAddress]:
         """Raises ConnectionError. Starts the server, if this is its place."""
-        endpoint, is_host = self.endpoint, self._rendezvous.is_host
+        is_host = self._rendezvous.is_host
         try:
-            addresses = resolve(endpoint, deadline)
-        except socket.gaierror as error:
+            addresses = [] if self.server is not None else resolve(self.endpoint)
+        except ConnectionError:
             if not is_host:
-                raise ConnectionError(
-                    f"the name {endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this"
-                    " machine's name service, or give the address instead"
-                ) from error
+                raise
             addresses = []
         local = next(filter(is_local_address, addresses), None)
         if self.server is None and (is_host or (local is not None and is_host is None)):
-            listener = listen(endpoint, local, must_serve=bool(is_host))
+            listener = listen(self.endpoint, local, must_serve=bool(is_host))
             if listener is not None:
-                self.server = self._serve(listener)
-                self._warn_of_strangers(self.server.address[0])
+                self.server = await self._serve(listener)
         if self.server is None:
             return addresses
         host, port = self.server.address[:2]
         own = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)  # noqa: S104  not bound to it
         return [(socket.AF_INET6 if ":" in own else socket.AF_INET, (own, port))]
-
-    def _introduce(self, connection: Connection, deadline: Deadline) -> list[Message]:
-        """Exchange greetings, say who this node is, and return the first messages of the coordinator."""
-        messages: list[Message] = []
-        has_sent, answer_by = False, monotonic() + ANSWER_SECONDS
-        while not messages:
-            if connection.framing.is_greeted and not has_sent:
-                has_sent, answer_by = True, answer_by + ANSWER_SECONDS
-                own = self.endpoint.host if self.server is not None else str(connection.socket.getsockname()[0])
-                info = self._make_info(self._rendezvous.local_addr or own, self.server is not None)
-                connection.send(encode_message(info))
-            connection.flush()
-            wait([connection.socket], deadline.seconds_left(CHECK_SECONDS))
-            messages = list(map(decode_message, connection.receive()))
-            if connection.end and not messages:
-                raise ConnectionError(f"what listens there has ended the connection ({connection.end})")
-            if monotonic() >= answer_by:
-                raise TimeoutError(
-                    "what listens there does not answer as mpwatch. Check on that machine whether another program has taken"
-                    " the port"
-                )
-            deadline.seconds_left(0.0)
-        return messages
-
-    def _warn_of_strangers(self, host: str) -> None:
-        if not is_loopback(host) and not self._rendezvous.key:
-            self._log_warning(
-                f"rendezvous at {self.endpoint}: there is no secret, so whoever can reach port {self.endpoint.port} can take"
-                " part in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
-            )
-
-    def close(self) -> None:
-        if self.server is not None:
-            self.server.close()

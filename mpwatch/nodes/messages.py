@@ -15,8 +15,6 @@ Failures = tuple[Mapping[str, Any], ...]
 
 
 class AttemptOutcome(Enum):
-    """How an attempt has ended for the ranks of one node."""
-
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # because of an event on another node
@@ -26,8 +24,7 @@ class AttemptOutcome(Enum):
 
 class NextStep(Enum):
     DONE = "DONE"
-    RESTART = "RESTART"  # the same nodes start another attempt
-    RE_RENDEZVOUS = "RE_RENDEZVOUS"  # the nodes form another round, because nodes were lost or have come
+    RESTART = "RESTART"  # the nodes that are there form another round, as soon as they are enough
     FAILED = "FAILED"
 
 
@@ -46,9 +43,7 @@ class NodeInfo:
     nprocs: int
     role: str
     rank: int | None
-    """The node's place among the nodes, if it was set."""
     is_host: bool
-    """Whether the coordinator runs in the program of this node."""
     grace_period: float
     join_timeout: float
     seconds_left: float | None
@@ -68,6 +63,9 @@ class LinkHello:
 @dataclass(frozen=True, slots=True)
 class Beat:
     """A sign of life. The coordinator sends it back."""
+
+    sent_at: float
+    """By the clock of the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +99,6 @@ class RanksStalled:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A stop was requested on this node."""
-
     cause: str
     """Such as "SIGUSR1"."""
 
@@ -112,23 +108,12 @@ class StepsHeld:
     """The ranks of this node wait before their next step until StopAtStep comes."""
 
     attempt: int
-    step: int | None = None
+    step: int | None
     """The highest step that a rank of this node has passed, or None if no rank has passed a step."""
-    has_started: bool = True
-    """Whether the ranks are started. If not, the node holds them when they start, and then sends this message again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStopped:
-    """All ranks of this node have ended. The AttemptReport follows; it may have to wait for user code."""
-
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """How the attempt has ended for the ranks of this node."""
-
     attempt: int
     outcome: AttemptOutcome
     port: int = 0
@@ -158,10 +143,7 @@ class AttemptReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """This node leaves the job."""
-
-    reason: str = ""
-    """Empty if it knows the result of the job, and needs the coordinator no more."""
+    reason: str
 
 
 # ---- to the nodes
@@ -206,12 +188,12 @@ class StartAttempt:
     master_addr: str
     master_port: int
     delay: float = 0.0
-    """Seconds to wait before the start."""
+    is_counted: bool = False
+    """Whether it is one of the restarts that the policy allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAttempt:
-    attempt: int
     reason: str
 
 
@@ -219,7 +201,6 @@ class StopAttempt:
 class HoldSteps:
     """A stop was requested. Each rank waits before its next step until StopAtStep comes."""
 
-    attempt: int
     cause: str
 
 
@@ -227,15 +208,12 @@ class HoldSteps:
 class StopAtStep:
     """All ranks stop at their first step after `after_step`. None: at their next call of `should_stop`."""
 
-    attempt: int
     cause: str
     after_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """A node that was lost or has left, and its ranks."""
-
     group_rank: int
     hostname: str
     first_rank: int
@@ -268,16 +246,7 @@ class AttemptDecision:
 
 
 MessageToCoordinator = (
-    NodeInfo
-    | LinkHello
-    | Beat
-    | AttemptFailing
-    | RanksStalled
-    | StopRequest
-    | StepsHeld
-    | RanksStopped
-    | AttemptReport
-    | NodeLeaving
+    NodeInfo | LinkHello | Beat | AttemptFailing | RanksStalled | StopRequest | StepsHeld | AttemptReport | NodeLeaving
 )
 MessageToNode = Beat | Joined | Refused | Dismissed | StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision
 Message = MessageToCoordinator | MessageToNode

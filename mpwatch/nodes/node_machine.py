@@ -3,12 +3,11 @@
     stage                it ends when ...                                               and then comes
     JOINING              StartAttempt comes                                             PREPARING
     PREPARING            the environments are made and the delay is over                RUNNING
-                         StopAttempt comes                                              AWAITING_DECISION
+                         StopAttempt or HoldSteps comes                                 AWAITING_DECISION
     RUNNING              a rank fails, or StopAttempt comes                             STOPPING
                          all ranks have returned, and the report is sent                AWAITING_DECISION
     STOPPING             all ranks have exited, and the report is sent                  AWAITING_DECISION
-    AWAITING_DECISION    the decision is RESTART, and StartAttempt follows              PREPARING
-                         the decision is RE_RENDEZVOUS                                  JOINING
+    AWAITING_DECISION    the decision is RESTART                                        JOINING
                          the decision is DONE or FAILED                                 SHUTTING_DOWN
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
 
@@ -38,7 +37,6 @@ from mpwatch.nodes.messages import (
     NodeLeaving,
     RankRecord,
     RanksStalled,
-    RanksStopped,
     StartAttempt,
     StepsHeld,
     StopAtStep,
@@ -87,12 +85,15 @@ class NodeMachine:
         self._stop_cause = ""  # what has requested a stop of the job
         self._loss = ""  # why the coordinator is lost
         self._dismissal = ""  # why the others count this node as lost
-        self._has_ranks = False  # whether this attempt has ranks that were not reported yet
         self._is_leaving = False
 
     @property
     def is_joining(self) -> bool:
         return self.stage is NodeStage.JOINING
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self.stage in (NodeStage.RUNNING, NodeStage.STOPPING)
 
     # ---- the coordinator
 
@@ -102,19 +103,17 @@ class NodeMachine:
         if isinstance(message, Dismissed):
             return self._handle_dismissal(message.reason)
         if isinstance(message, StartAttempt):
-            if self.stage not in (NodeStage.JOINING, NodeStage.AWAITING_DECISION):
+            if self.stage is not NodeStage.JOINING:
                 return []
             self.stage, self.attempt = NodeStage.PREPARING, message.attempt
             return [message]
         if isinstance(message, AttemptDecision):
             return self._follow_decision(message) if self.stage is NodeStage.AWAITING_DECISION else []
-        if not isinstance(message, StopAttempt | HoldSteps | StopAtStep) or message.attempt != self.attempt:
-            return []
         if isinstance(message, StopAttempt):
             return self._handle_stop(message)
         if isinstance(message, HoldSteps):
             return self._handle_hold(message)
-        return [message] if self.stage is NodeStage.RUNNING else []
+        return [message] if isinstance(message, StopAtStep) and self.stage is NodeStage.RUNNING else []
 
     def lose_coordinator(self, reason: str) -> list[NodeAction]:
         """Stop the ranks, and let the job fail here: nobody can take the place of the coordinator."""
@@ -138,14 +137,14 @@ class NodeMachine:
     def _stop_ranks(self, reason: str) -> list[NodeAction]:
         """Stop the ranks, if that has not begun. `report_attempt` follows."""
         was_running, self.stage = self.stage is NodeStage.RUNNING, NodeStage.STOPPING
-        return [StopAttempt(self.attempt, reason)] if was_running else []
+        return [StopAttempt(reason)] if was_running else []
 
     def _rejoin(self) -> list[NodeAction]:
         reason, self._dismissal = self._dismissal, ""
         if self._stop_cause:
             return self._fail_job(describe_stop(self._stop_cause))
         self.stage = NodeStage.JOINING
-        decision = AttemptDecision(self.attempt, NextStep.RE_RENDEZVOUS, reason=f"this node was lost: {reason}")
+        decision = AttemptDecision(self.attempt, NextStep.RESTART, reason=f"this node was lost: {reason}")
         return [decision, Rejoin()]
 
     def _fail_job(self, reason: str) -> list[NodeAction]:
@@ -158,9 +157,8 @@ class NodeMachine:
         """The environments of this attempt's ranks are made, and the delay before a restart is over."""
         if self.stage is not NodeStage.PREPARING or attempt != self.attempt:
             return []  # the attempt was stopped meanwhile
-        self.stage, self._has_ranks = NodeStage.RUNNING, True
-        hold = [HoldSteps(attempt, self._stop_cause)] if self._stop_cause else []
-        return [StartRanks(setups), *hold]
+        self.stage = NodeStage.RUNNING
+        return [StartRanks(setups)]
 
     def report_failing(self) -> list[NodeAction]:
         """The attempt fails on this node. Its ranks have not exited yet."""
@@ -181,15 +179,10 @@ class NodeMachine:
         """The ranks of this node hold, and this is the highest step that one of them has passed."""
         return [] if self._is_over() else [StepsHeld(self.attempt, step)]
 
-    def report_ranks_stopped(self) -> list[NodeAction]:
-        """All ranks of this node have exited. The AttemptReport follows."""
-        has_ranks = self.stage in (NodeStage.RUNNING, NodeStage.STOPPING)
-        return [RanksStopped(self.attempt)] if has_ranks else []
-
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
-        if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
+        if not self._has_ranks:
             return []
-        self.stage, self._has_ranks = NodeStage.AWAITING_DECISION, False
+        self.stage = NodeStage.AWAITING_DECISION
         if self._loss:
             return self._fail_job(self._loss)
         if self._dismissal:
@@ -200,8 +193,8 @@ class NodeMachine:
         """The run has ended on this node because of an error in the watcher. The others do not wait for this node."""
         if self._is_over():
             return self.acknowledge_shutdown()
-        self.stage = NodeStage.SHUTTING_DOWN
-        return [replace(report, attempt=max(self.attempt, 0)), *self.acknowledge_shutdown()]
+        self.stage = NodeStage.FINISHED
+        return [replace(report, attempt=max(self.attempt, 0))]
 
     def report_signal(self, reason: str) -> list[NodeAction]:
         """This node leaves the job, because of a signal for example. The watcher thread itself stops the ranks."""
@@ -209,31 +202,30 @@ class NodeMachine:
         return self.acknowledge_shutdown() if self._is_over() else [NodeLeaving(reason)]
 
     def acknowledge_shutdown(self) -> list[NodeAction]:
-        """The caller's thread knows the decision about the job."""
-        if self.stage is not NodeStage.SHUTTING_DOWN:
-            return []
-        self.stage = NodeStage.FINISHED
-        return [NodeLeaving()]
+        """The caller's thread knows the decision about the job. The end of the connection says so to the coordinator."""
+        if self.stage is NodeStage.SHUTTING_DOWN:
+            self.stage = NodeStage.FINISHED
+        return []
 
     def _is_over(self) -> bool:
         return self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED)
 
     def _handle_stop(self, stop: StopAttempt) -> list[NodeAction]:
         if self.stage is NodeStage.PREPARING:
-            self.stage = NodeStage.AWAITING_DECISION
-            return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
+            return self._cancel_start()
         return self._stop_ranks(stop.reason) if self.stage is NodeStage.RUNNING else []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
-        """Hold the ranks, now or when they are started. If they have exited, only the highest step is reported."""
+        """Hold the ranks, or do not start them. If they have exited, only the highest step is reported."""
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
-            return [StepsHeld(self.attempt, has_started=False)]
+            return self._cancel_start()
         return [hold] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
 
+    def _cancel_start(self) -> list[NodeAction]:
+        self.stage = NodeStage.AWAITING_DECISION
+        return [AttemptReport(self.attempt, AttemptOutcome.STOPPED)]
+
     def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        if decision.ends_job:
-            self.stage = NodeStage.SHUTTING_DOWN
-        elif decision.next_step is NextStep.RE_RENDEZVOUS:
-            self.stage = NodeStage.JOINING
+        self.stage = NodeStage.SHUTTING_DOWN if decision.ends_job else NodeStage.JOINING
         return [decision]

@@ -5,30 +5,29 @@
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      (on one node,
                      <-- start, stop, hold, renew the lease -------------------------- |          |      or in the driver)
 
-On the node of the endpoint it also starts the server, and then waits until the other nodes know the end of the job.
+On the node of the endpoint it also runs the server, and then waits until the other nodes know the end of the job.
 
 Guarantee: when `close` has returned, the threads have ended, and the sockets and the port are released.
 """
 
+import asyncio
 import math
 import platform
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
 from typing import Any
 
 from mpwatch.errors import LaunchError
-from mpwatch.nodes.address import CancelledError
+from mpwatch.nodes.address import is_loopback
 from mpwatch.nodes.coordinator import Coordinator
-from mpwatch.nodes.frames import Connection
+from mpwatch.nodes.frames import Loop, close_all
 from mpwatch.nodes.job_options import list_job_options
 from mpwatch.nodes.job_verdict import make_records
-from mpwatch.nodes.joining import Joining
-from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.nodes.joining import Joining, NodeConnection
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
@@ -36,7 +35,6 @@ from mpwatch.nodes.messages import (
     Beat,
     HoldSteps,
     Joined,
-    Message,
     MessageToCoordinator,
     MessageToNode,
     NextStep,
@@ -45,7 +43,6 @@ from mpwatch.nodes.messages import (
     StartAttempt,
     StopAtStep,
     StopAttempt,
-    decode_message,
     encode_message,
 )
 from mpwatch.nodes.node_machine import NodeAction, NodeMachine, NodeStage, Rejoin, StartRanks
@@ -58,7 +55,6 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.machine.transitions import (
     NO_LEASE,
-    CallStage,
     InterruptCause,
     Lease,
     StopReason,
@@ -66,9 +62,7 @@ from mpwatch.watcher.machine.transitions import (
 )
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.resource_errors import with_remedy
 
 NodeUpdate = StartAttempt | StopAttempt | AttemptDecision | BaseException
 INTERRUPT_REASONS = {
@@ -81,7 +75,6 @@ BEATS_PER_TIMEOUT = 8
 STOP_SHARE, KILL_SHARE = 0.65, 0.85
 # When the ranks of this node have ended, the other nodes can see for the grace period and this time that this node leaves.
 LEAVE_SECONDS = 2.0
-SERVER_CHECK_SECONDS = 0.05  # how often a node that waits for the end of its server looks whether it may leave before
 
 
 def make_coordinator(spec: WorkerSpec[Any], *, has_own_node: bool) -> Coordinator:
@@ -100,31 +93,28 @@ class NodeThread:
         self._watcher: Watcher
         self._deferred_log: DeferredLog
         self._start_ranks: Callable[[list[RankSetup]], object]
-        self._joining = Joining(spec.rendezvous, self._make_info, self._serve, self._log_warning)
+        self._loop = Loop()
+        self._loop.set_exception_handler(self._handle_bug)
+        self._joining = Joining(spec.rendezvous, self._make_connection, self._serve)
         self._machine = NodeMachine()
-        self._connection: Connection | None = None
+        self._connection: NodeConnection | None = None
         self._port_socket: socket.socket | None = None  # keeps the port reserved
-        self._requests: deque[Callable[[], list[NodeAction]]] = deque()
         self._updates: deque[NodeUpdate] = deque()
-        self._wakeup = WakeupPipe()
-        self._beats: deque[float] = deque()  # when those were sent that have not come back
+        self._beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
         self._heard_at = self._beat_at = 0.0
-        self._leave_at = math.inf
-        self._is_acknowledged = False
+        self._turn: asyncio.Future[bool] = self._loop.create_future()  # whether this node joins again, when it is known
+        self._is_connecting = self._is_leaving = self._is_acknowledged = False
         self._thread = threading.Thread(target=self._run, name="mpwatch-node")
 
     # ---- called in the caller's thread
 
     def start(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object]) -> None:
-        """Start the thread. `start_ranks` makes the watcher start ranks and call them. Raises LaunchError."""
+        """Start the thread. `start_ranks` makes the watcher start ranks and call them."""
         self._watcher, self._deferred_log, self._start_ranks = watcher, watcher.deferred_log, start_ranks
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
-            raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
+        self._task = self._loop.create_task(self._take_part())
+        self._thread.start()
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates that the caller's thread has not received yet."""
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def start_ranks(self, attempt: int, setups: list[RankSetup]) -> None:
@@ -140,14 +130,11 @@ class NodeThread:
         self._post(self._machine.acknowledge_shutdown)
 
     def abort(self, report: AttemptReport) -> None:
-        """The run on this node has ended because of an error in the watcher."""
         self._post(lambda: self._machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
         """End as soon as no other node needs this one, at the latest after `seconds`."""
-        self._joining.cancelled.set()
-        self._leave_at = monotonic() + seconds
-        self._wakeup.wake()
+        self._call(lambda: self._leave(seconds))
 
     def close(self) -> None:
         """Leave the job, and wait for the end of the thread. If an exception comes meanwhile, leave at once."""
@@ -162,7 +149,7 @@ class NodeThread:
 
     def release(self) -> None:
         """Release what the constructor has opened, after `close` and when the watcher has ended."""
-        self._wakeup.close()
+        self._loop.close()
 
     def _join_thread(self) -> None:
         if self._thread.native_id is not None:
@@ -172,14 +159,12 @@ class NodeThread:
     # ---- called in the watcher thread
 
     def on_outcome_change(self, machine: CallMachine) -> None:
-        """A signal came, the attempt failed or timed out, or all ranks have exited. `machine` is that of the call."""
+        """A signal came, or the attempt failed or timed out. `machine` is that of the call."""
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post(lambda: self._machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post(self._machine.report_failing)
-        if machine.stage is CallStage.FINISHED and machine.signum is None:
-            self._post(self._machine.report_ranks_stopped)
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
         """See CollectiveMonitor."""
@@ -197,19 +182,18 @@ class NodeThread:
         self._post(lambda: self._machine.report_steps_held(step))
 
     def _post(self, request: Callable[[], list[NodeAction]]) -> None:
-        self._requests.append(request)
-        self._wakeup.wake()
+        self._call(lambda: self._execute(request()))
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, if a second exception has interrupted the end of the run
+            self._loop.call_soon_threadsafe(function)
 
     # ---- the thread
 
     def _run(self) -> None:
         try:
-            with ExitStack() as stack:
-                stack.callback(self._close_sockets)
-                stack.enter_context(closing(self._joining))
-                self._take_part()
-                self._wait_for_server()
-        except CancelledError:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
             pass  # `finish_within` was called
         except LaunchError as error:
             reason = str(error)
@@ -218,82 +202,112 @@ class NodeThread:
             self._notify_caller(AttemptDecision(NO_ATTEMPT, NextStep.FAILED, reason=reason))
         except BaseException as error:  # noqa: BLE001  a bug in mpwatch: the caller's thread raises it
             self._notify_caller(error)
+        finally:
+            self._loop.run_until_complete(self._close_sockets())
 
     def _notify_caller(self, update: NodeUpdate) -> None:
         self._updates.append(update)
         self._watcher.outbox.wake()
 
-    def _close_sockets(self) -> None:
-        for opened in (self._connection, self._port_socket):
-            if opened is not None:
-                opened.close()
-
-    def _take_part(self) -> None:
-        self._connect()
-        beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
-        woken_at = monotonic()
-        while self._machine.stage is not NodeStage.FINISHED and not self._may_leave():
-            connection = self._connection
-            sockets = [] if connection is None else [connection.socket]
-            due_at = min(self._beat_at + beat_seconds, self._leave_at)
-            wait([self._wakeup.fileno(), *sockets], max(0.0, due_at - monotonic()))
-            self._wakeup.drain()
-            now = monotonic()
-            if now - woken_at > 2 * beat_seconds + 1.0:  # this program was suspended
-                self._heard_at += now - woken_at
-            woken_at = now
-            while self._requests:
-                self._execute(self._requests.popleft()())
-            if self._connection is not None:
-                self._exchange(self._connection, now, beat_seconds)
+    async def _take_part(self) -> None:
+        is_joining = True
+        while is_joining:
+            until = min(monotonic() + self._rendezvous.join_timeout, self._run_deadline)
+            self._is_connecting = True
+            await self._joining.run(until)
+            self._is_connecting = False
+            is_joining = await self._turn
+            self._turn = self._loop.create_future()
         self._watcher.post(self._watcher.loop.renew_lease, NO_LEASE)  # the ranks have their whole grace period
         if self._connection is not None:
-            self._connection.shut_down()
+            self._connection.transport.write_eof()
+        if self._joining.server is not None and not self._may_leave():
+            await self._joining.server.finished
+
+    async def _close_sockets(self) -> None:
+        connection, self._connection = self._connection, None
+        await close_all([] if connection is None else [connection])
+        if self._joining.server is not None:
+            await self._joining.server.close()
+        if self._port_socket is not None:
+            self._port_socket.close()
+
+    def _end_turn(self, *, is_rejoining: bool) -> None:
+        if not self._turn.done():
+            self._turn.set_result(is_rejoining)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._turn.done():
+            self._turn.set_exception(error)
+
+    def _leave(self, seconds: float) -> None:
+        self._is_leaving = True
+        self._loop.call_later(seconds, self._task.cancel)
+        if self._is_connecting:
+            self._task.cancel()
+        self._execute([])
 
     def _may_leave(self) -> bool:
-        """Return whether this node leaves and has told it, or does not wait any longer. The server may be needed longer."""
-        if self._leave_at == math.inf:
-            return False
-        is_told = (self._connection is None or not self._connection.has_unsent) and not self._requests
-        is_needed = self._joining.server is not None and not self._machine.is_joining
-        return (is_told and not is_needed) or monotonic() >= self._leave_at
+        return self._is_leaving and (self._joining.server is None or self._machine.is_joining)
 
-    def _exchange(self, connection: Connection, now: float, beat_seconds: float) -> None:
-        try:
-            for data in connection.receive():
-                self._handle(decode_message(data), now)
-        except InvalidMessageError as error:
-            connection.end = connection.end or f"it has sent what cannot be read: {error}"
-        if self._connection is not connection:
-            return
-        if now >= self._beat_at + beat_seconds and not connection.end:
-            self._beat_at = now
-            self._beats.append(now)
-            connection.send(encode_message(Beat()))
-        connection.flush()
-        if now - self._heard_at > self._rendezvous.node_timeout:
-            connection.end = connection.end or "it sends no sign of life"
-        if connection.end:
-            connection.close()
-            self._connection = None
-            self._execute(self._machine.lose_coordinator(self._describe_loss(connection.end)))
+    def _handle_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback of the event loop has raised. An OSError is that of an accept: there is no descriptor left."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self._fail(error)
+        loop.default_exception_handler(context)
 
-    def _describe_loss(self, how: str) -> str:
-        return (
-            f"the coordinator at {self._joining.endpoint} cannot be reached any more ({how}): the node that runs it has"
-            " ended, or the network to it is cut"
+    # ---- the connection
+
+    def _make_connection(self) -> NodeConnection:
+        return NodeConnection(self._rendezvous.key, self._make_info, self._handle, self._lose)
+
+    def _make_info(self, own_address: str) -> NodeInfo:
+        assert isinstance(self._spec.nprocs, int)
+        is_host = self._joining.server is not None
+        left = self._run_deadline - monotonic()
+        return NodeInfo(
+            run_id=self._rendezvous.run_id,
+            hostname=platform.node(),
+            address=self._rendezvous.local_addr or (self._joining.endpoint.host if is_host else own_address),
+            port=self._reserve_port(),
+            nprocs=self._spec.nprocs,
+            role=self._spec.role,
+            rank=self._rendezvous.rank,
+            is_host=is_host,
+            grace_period=float(self._spec.grace_period),
+            join_timeout=float(self._rendezvous.join_timeout),
+            seconds_left=None if left == math.inf else max(0.0, left),
+            options=list_job_options(self._spec),
         )
 
-    def _handle(self, message: Message, now: float) -> None:
-        self._heard_at = now
-        if not isinstance(message, MessageToNode):
-            raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
+    def _accept(self, connection: NodeConnection) -> None:
+        self._connection = connection
+        self._heard_at = self._beat_at = monotonic()
+        self._send_beat(connection)
+
+    def _lose(self, connection: NodeConnection) -> None:
+        if connection is self._connection:
+            self._connection = None
+            reason = (
+                f"the coordinator at {self._joining.endpoint} cannot be reached any more ({connection.end}): the node that"
+                " runs it has ended, or the network to it is cut"
+            )
+            self._execute(self._machine.lose_coordinator(reason))
+
+    def _handle(self, connection: NodeConnection, message: MessageToNode) -> None:
+        if connection is not self._connection:
+            if isinstance(message, Joined):
+                self._accept(connection)
+            return
+        self._heard_at = monotonic()
         if isinstance(message, Beat):
-            self._renew_lease()
+            self._renew_lease(message.sent_at)
         elif isinstance(message, Joined):
             self._log_wait(message)
         elif isinstance(message, Refused):
-            raise LaunchError(self._joining.describe(message.reason))
+            self._drop_connection()
+            self._fail(LaunchError(self._joining.describe(message.reason)))
         else:
             self._execute(self._machine.handle(message))
 
@@ -302,12 +316,24 @@ class NodeThread:
         text = "%d of %d nodes have joined at %s; waiting up to %.0f s for more"
         self._deferred_log.warning(text, joined.present, joined.needed, self._joining.endpoint, seconds)
 
-    def _renew_lease(self) -> None:
+    def _send_beat(self, connection: NodeConnection) -> None:
+        if connection is not self._connection:
+            return
+        now = monotonic()
+        if now > self._beat_at + 2 * self._beat_seconds + 1.0:  # this program was suspended
+            self._heard_at = now
+        self._beat_at = now
+        if now > self._heard_at + self._rendezvous.node_timeout:
+            connection.abort("it sends no sign of life")
+            return
+        connection.send(encode_message(Beat(now)))
+        self._loop.call_later(self._beat_seconds, self._send_beat, connection)
+
+    def _renew_lease(self, sent_at: float) -> None:
         """Let the ranks run for a while, since the coordinator has answered a Beat of this node."""
-        if self._beats:
-            sent_at, timeout = self._beats.popleft(), self._rendezvous.node_timeout
-            lease = Lease(sent_at + STOP_SHARE * timeout, sent_at + KILL_SHARE * timeout)
-            self._watcher.post(self._watcher.loop.renew_lease, lease)
+        timeout = self._rendezvous.node_timeout
+        lease = Lease(sent_at + STOP_SHARE * timeout, sent_at + KILL_SHARE * timeout)
+        self._watcher.post(self._watcher.loop.renew_lease, lease)
 
     def _execute(self, actions: list[NodeAction]) -> None:
         post, loop = self._watcher.post, self._watcher.loop
@@ -321,16 +347,24 @@ class NodeThread:
             elif isinstance(action, StopAtStep):
                 post(loop.agree_on_step, action.after_step, action.cause)
             elif isinstance(action, Rejoin):
-                self._connect()
+                self._drop_connection()
+                self._end_turn(is_rejoining=True)
             else:
                 if isinstance(action, StopAttempt):
                     post(loop.end_calls, StopReason.CANCELLED_BY_JOB)  # the caller's thread logs why
                 self._notify_caller(action)
+        if self._machine.stage is NodeStage.FINISHED or self._may_leave():
+            self._end_turn(is_rejoining=False)
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.transport.close()
 
     def _send(self, message: MessageToCoordinator) -> None:
         if isinstance(message, AttemptReport):
             message = replace(message, port=self._reserve_port())
-        if self._connection is not None and not self._connection.end:
+        if self._connection is not None:
             self._connection.send(encode_message(message))
 
     def _reserve_port(self) -> int:
@@ -340,51 +374,17 @@ class NodeThread:
             earlier.close()
         return int(self._port_socket.getsockname()[1])
 
-    # ---- the connection
-
-    def _connect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
-        until = min(monotonic() + self._rendezvous.join_timeout, self._run_deadline)
-        connection, messages = self._joining.run(until)
-        self._connection = connection
-        self._beats.clear()
-        self._beat_at = 0.0
-        self._heard_at = monotonic()
-        for message in messages[1:]:  # without the first Joined; another one says that the job still waits
-            self._handle(message, self._heard_at)
-
-    def _make_info(self, address: str, is_host: bool) -> NodeInfo:
-        assert isinstance(self._spec.nprocs, int)
-        left = self._run_deadline - monotonic()
-        return NodeInfo(
-            run_id=self._rendezvous.run_id,
-            hostname=platform.node(),
-            address=address,
-            port=self._reserve_port(),
-            nprocs=self._spec.nprocs,
-            role=self._spec.role,
-            rank=self._rendezvous.rank,
-            is_host=is_host,
-            grace_period=float(self._spec.grace_period),
-            join_timeout=float(self._rendezvous.join_timeout),
-            seconds_left=None if left == math.inf else max(0.0, left),
-            options=list_job_options(self._spec),
-        )
-
-    def _serve(self, listener: socket.socket) -> Server:
+    async def _serve(self, listener: socket.socket) -> Server:
+        host, port = listener.getsockname()[:2]
+        if not is_loopback(host) and not self._rendezvous.key:
+            self._log_warning(
+                f"rendezvous at {self._joining.endpoint}: there is no secret, so whoever can reach port {port} can take part"
+                " in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
+            )
         coordinator = make_coordinator(self._spec, has_own_node=True)
-        server = Server(listener, coordinator, self._rendezvous, self._log_warning)
-        server.start()
+        server = Server(coordinator, self._rendezvous, self._log_warning)
+        await server.start(listener)
         return server
-
-    def _wait_for_server(self) -> None:
-        """On the node of the server: wait until the other nodes know the end of the job, or until this node must end."""
-        server = self._joining.server
-        while server is not None and not server.join(SERVER_CHECK_SECONDS):
-            if monotonic() >= self._leave_at:
-                return
 
     def _log_warning(self, text: str) -> None:
         self._deferred_log.warning("%s", text)

@@ -196,8 +196,7 @@ class MultiNodeRunController(RunController[T]):
         return sum(attempt.is_counted for attempt in self._attempts)
 
     def _is_start_counted(self, attempt: int) -> bool:
-        latest = self._latest_decision  # None on a node that has just joined
-        return attempt > 0 and latest is not None and latest.is_restart_counted
+        return attempt > 0 and self._latest_start is not None and self._latest_start.is_counted
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
         observations.collect_stderr()
@@ -251,7 +250,7 @@ class MultiNodeRunController(RunController[T]):
         cause = failures.get(decision.root_cause_rank)
         self._publish_pending_outcomes(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
-        if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
+        if cause is None and not decision.ends_job:
             state = WorkerState.STOPPED  # since nodes wait to join. Failures of ranks are only consequences of the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
         if not decision.ends_job:
@@ -291,8 +290,6 @@ class MultiNodeRunController(RunController[T]):
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
             stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
             return replace(failure, stack="".join(stacks))
-        if failure.evidence == local.evidence:
-            return replace(local, is_secondary=failure.is_secondary)
         names = ("kind", "evidence", "summary", "is_secondary")
         return replace(local, **{name: getattr(failure, name) for name in names})
 

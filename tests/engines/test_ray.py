@@ -100,8 +100,8 @@ def test_a_cluster_that_has_no_room_is_named():
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_job_does_not_wait_for_nodes_that_the_cluster_has_no_room_for(caplog):
-    cases.check_begin_without_room(run, caplog)
+def test_a_job_begins_without_nodes_that_the_cluster_has_no_room_for():
+    cases.check_begin_without_room(run)
 
 
 DRIVER = [

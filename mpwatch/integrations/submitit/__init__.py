@@ -5,9 +5,8 @@
 - A program that calls `executor.submit(mpwatch.integrations.submitit.Job(train, 8))` can end while the job runs (job.py).
   Each SLURM task calls the `Job` object. The tasks find each other through a store, which the first task serves.
 
-`run` submits the minimum number of nodes as one SLURM job, with one task on each machine. SLURM starts all tasks of one
-SLURM job at the same time. `run` does not use a job array, because the first node of an array could occupy its machine for
-hours before the other nodes start. Each further node, and each node that replaces a lost node, is a separate SLURM job.
+`run` submits the minimum number of nodes as one SLURM job, one task on each machine, since SLURM starts the tasks of one
+job at the same time. Each further node, and each that replaces a lost one, is a SLURM job of its own.
 
     driver: SubmititEngine                  folder of the executor                task of SLURM
     ----------------------                  ----------------------                -------------
@@ -18,12 +17,10 @@ hours before the other nodes start. Each further node, and each node that replac
 The folder of a job, such as mpwatch-1234abcd, contains pickles with the secret of the job. Only the user of the driver can
 read and write the folder, because a pickle that another user has changed could run any code.
 
-Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
-job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of
-submitit, `mpwatch.should_stop` returns True in all ranks at the same step, so that the ranks can save and return. When the
-ranks of a preempted `Job` have returned, submitit queues the `Job` again. When the ranks of a preempted `run` have returned,
-`run` submits a new SLURM job. If SLURM sends only SIGTERM, the ranks end before they can save a checkpoint. If
-`PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
+Preemption: before SLURM takes the machines back, or at the time limit, it sends the signal of submitit (SIGUSR2) to all
+processes of the job. Then `mpwatch.should_stop` is True in all ranks at the same step, so that they can save and return,
+and the job is submitted again: a `Job` by submitit, another one by `run`. If SLURM sends only SIGTERM, the ranks end before
+they can save, unless slurm.conf has `PreemptParameters=send_user_signal`.
 """
 
 from mpwatch.integrations.submitit.job import Job

@@ -111,7 +111,6 @@ class SubmititEngine:
         self._jobs.append((executor.submit(Task(self._folder, numbers)), numbers))
 
     def _poll(self) -> None:
-        """Set the result of each node's future when the node has ended. A separate thread runs this method."""
         checked_at = monotonic()
         while not self._is_closed.wait(POLL_SECONDS):
             is_check_due = monotonic() >= checked_at + CHECK_SECONDS

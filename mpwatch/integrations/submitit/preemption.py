@@ -51,5 +51,4 @@ def stop_when_preempted() -> Iterator[threading.Event]:
 
 
 def preemption_signal() -> signal.Signals:
-    """Return the signal with which SLURM announces that a job will lose its machines."""
     return signal.Signals[f"SIG{submitit.JobEnvironment.USR_SIG}"]

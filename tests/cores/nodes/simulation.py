@@ -91,7 +91,8 @@ class Node:
                 self.connect()
             elif action.ends_job:
                 self.decision = action
-                self.execute(self.machine.acknowledge_shutdown())
+                self.machine.acknowledge_shutdown()
+                job.lose(self.connection, "it knows the result")
 
     @when_awake
     def make_environments(self, start):
@@ -137,7 +138,6 @@ class Node:
         self.ranks = Ranks.NONE
         if self.is_alive and outcome is not None:
             failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
-            self.execute(self.machine.report_ranks_stopped())
             self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 
     def report_steps(self):
@@ -260,7 +260,7 @@ class SimulatedJob:
 
     def act(self, actions):
         for action in actions:
-            if isinstance(action, coordinator.LogWarning | coordinator.Decided):
+            if isinstance(action, coordinator.LogWarning | messages.AttemptDecision):
                 continue
             self.messages += 1
             node, message = self._connections[action.node], action.message

@@ -22,7 +22,7 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
 ONCE, AGAIN = RestartPolicy(0), RestartPolicy(1)
-DONE, FAILED, RESTART, REJOIN = NextStep.DONE, NextStep.FAILED, NextStep.RESTART, NextStep.RE_RENDEZVOUS
+DONE, FAILED, RESTART = NextStep.DONE, NextStep.FAILED, NextStep.RESTART
 
 OWN, OTHER_OWN = {"rank": 0, "is_secondary": False}, {"rank": 1, "is_secondary": False}
 VICTIM, MISSING = {"rank": 0, "is_secondary": True}, {"rank": 1, "is_secondary": False}
@@ -83,9 +83,9 @@ STOPPED_FIRST = {"was_stopped_for_newcomers": True, "newcomers": 1}
         pytest.param([SILENT0, STOPPED1], {}, 0, FAILED, id="a silent rank that had waited for nobody"),
         pytest.param([SILENT0], {"lost_nodes": {1: "gone"}}, 1, FAILED, id="a silent rank that had waited for a lost node"),
         pytest.param([OWN0], {"lost_nodes": {1: "gone"}}, 0, FAILED, id="an own failure beside a lost node"),
-        pytest.param([STOPPED1], {"lost_nodes": {0: "gone"}, "min_nodes": 1}, 0, REJOIN, id="enough nodes remain"),
-        pytest.param([VICTIM0, STOPPED1], STOPPED_FIRST, -1, REJOIN, id="stopped for a newcomer, with a victim"),
-        pytest.param([WAITED0, AWAY1], STOPPED_FIRST, -1, REJOIN, id="stopped for a newcomer, while ranks waited"),
+        pytest.param([STOPPED1], {"lost_nodes": {0: "gone"}, "min_nodes": 1}, 0, RESTART, id="enough nodes remain"),
+        pytest.param([VICTIM0, STOPPED1], STOPPED_FIRST, -1, RESTART, id="stopped for a newcomer, with a victim"),
+        pytest.param([WAITED0, AWAY1], STOPPED_FIRST, -1, RESTART, id="stopped for a newcomer, while ranks waited"),
         pytest.param([OWN0, STOPPED1], STOPPED_FIRST, 0, FAILED, id="stopped for a newcomer, with an own failure"),
     ],
 )
@@ -144,10 +144,10 @@ def test_the_reason_why_a_job_ends_without_a_restart_is_named(reports, facts, bl
     ("reports", "facts", "next_step", "left", "is_counted"),
     [
         ([OWN0, STOPPED1], {}, RESTART, 0, True),
-        ([OWN0, STOPPED1], {"newcomers": 1}, REJOIN, 0, True),
-        ([OK0], {"lost_nodes": {1: "gone"}}, REJOIN, 0, True),
-        ([OK0], {"lost_nodes": {1: "gone"}, "min_nodes": 1}, REJOIN, 1, False),
-        ([VICTIM0, STOPPED1], STOPPED_FIRST, REJOIN, 1, False),
+        ([OWN0, STOPPED1], {"newcomers": 1}, RESTART, 0, True),
+        ([OK0], {"lost_nodes": {1: "gone"}}, RESTART, 0, True),
+        ([OK0], {"lost_nodes": {1: "gone"}, "min_nodes": 1}, RESTART, 1, False),
+        ([VICTIM0, STOPPED1], STOPPED_FIRST, RESTART, 1, False),
     ],
     ids=["a failure", "a failure, and a newcomer", "too few nodes remain", "enough nodes remain", "a newcomer"],
 )
