@@ -38,6 +38,7 @@ async def coroutine():
         ({"fn": coroutine}, TypeError, "'coroutine' is async def"),
         ({"args": "ab"}, TypeError, "args must be a sequence .* not 'ab'"),
         ({"kwargs": [1]}, TypeError, r"kwargs must be a mapping .* not \[1\]"),
+        ({"backend": "glo"}, ValueError, "torch has no such backend; there are .*gloo, mpi, nccl"),
         ({"nprocs": "gpus"}, ValueError, "nprocs must be a number of ranks, 'gpu', 'cpu' or 'auto', not 'gpus'"),
         ({"env": "A=1"}, TypeError, "env must be a mapping .* not a value of type str$"),
         ({"env": {"A": 1}}, TypeError, "env must map strings to strings; 'A' has a value of type int$"),

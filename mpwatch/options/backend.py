@@ -6,6 +6,8 @@ from importlib.util import find_spec
 
 from mpwatch.options.validation import check_optional_seconds
 
+KNOWN_NAMES = ("auto", "gloo", "mpi", "nccl", "ucc", "xccl")
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -36,12 +38,27 @@ class Backend:
             raise TypeError(f"backend must be a string, a Backend or None, not {self.name!r:.200}")
         if self.name == "":
             raise ValueError("backend must name a backend of torch.distributed, such as 'gloo', 'nccl' or 'auto', not ''")
-        if self.name is not None and "torch" not in sys.modules and find_spec("torch") is None:
-            raise ValueError(f"backend={self.name!r} needs torch, which is not installed here: pip install torch")
+        if self.name is not None:
+            _check_name(self.name)
         check_optional_seconds("Backend: timeout", self.timeout)
         check_optional_seconds("Backend: stall_after", self.stall_after)
         if self.timeout is not None and self.name is None:
             raise ValueError(
                 f"Backend: timeout={self.timeout:g} is the limit of the process group that mpwatch makes, and it makes none "
                 "without a name; pass the name, or pass timeout= to your own init_process_group"
+            )
+
+
+def _check_name(name: str) -> None:
+    if "torch" not in sys.modules and find_spec("torch") is None:
+        raise ValueError(f"backend={name!r} needs torch, which is not installed here: pip install torch")
+    parts = {part.rpartition(":")[2].lower() for part in name.split(",")}  # of "cpu:gloo,cuda:nccl"
+    if not parts <= set(KNOWN_NAMES):
+        from torch.distributed import Backend as TorchBackend  # knows those that other packages have registered
+
+        known = sorted({*KNOWN_NAMES, *TorchBackend.backend_list} - {"undefined"})
+        if not parts <= set(known):
+            raise ValueError(
+                f"backend={name!r}: torch has no such backend; there are {', '.join(known)}. If a package adds it, import "
+                "that package before"
             )
