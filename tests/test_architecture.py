@@ -33,7 +33,7 @@ LAYERS = {
     "item_map": {"data", "live_view", "watcher", "wire", "worker", "group"},
     "script": set(),
     "facade": {"version", "api", "group", "item_map", "run_handle", "script", "data", "worker"},
-    "cluster": {"facade", "api", "live_view", "nodes", "watcher", "wire", "data"},
+    "cluster": {"os_support", "facade", "api", "live_view", "nodes", "watcher", "wire", "data"},
     "integrations": {"facade", "cluster"},  # only what a user can import
 }
 PUBLIC = {"events", "cluster", "integrations"}
