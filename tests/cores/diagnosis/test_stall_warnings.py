@@ -31,7 +31,7 @@ class Simulation:
             is_called=lambda _: True,
             is_checking=lambda: self.is_checking,
             call_at=self.call_at,
-            end_call=lambda _: self.ended_at.append(self.now),
+            end_call=lambda: self.ended_at.append(self.now),
             on_stall=None,
             may_call_again=False,
             now=lambda: self.now,
