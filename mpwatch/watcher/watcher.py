@@ -151,11 +151,11 @@ class Watcher:
         """Return the present stacks of all ranks, or none if the watcher does not answer. Any thread may call this."""
         return self._ask(self.loop.send_stacks, seconds) or Stacks()
 
-    def take_statuses(self, seconds: float | None = None) -> Sequence[RankStatus]:
+    def take_statuses(self) -> Sequence[RankStatus]:
         """Return the present status of each rank, or () if the watcher does not answer. Any thread may call this."""
-        return self._ask(self.loop.send_statuses, seconds) or ()
+        return self._ask(self.loop.send_statuses) or ()
 
-    def _ask(self, method: Callable[[Callable[[T], object]], object], seconds: float | None) -> T | None:
+    def _ask(self, method: Callable[[Callable[[T], object]], object], seconds: float | None = None) -> T | None:
         answers: list[T] = []
         has_come = threading.Event()
 
