@@ -130,8 +130,9 @@ def _make_pickler(stream: Any, keep: Any) -> Pickler:
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
-    if "torch.storage" not in sys.modules:
-        return {}
-    from mpwatch.wire.pickling.torch_storages import REDUCERS
+    if "torch.storage" in sys.modules:
+        with suppress(ImportError, OSError):  # the function has left the folder of the package; torch pickles tensors, too
+            from mpwatch.wire.pickling.torch_storages import REDUCERS
 
-    return REDUCERS
+            return REDUCERS
+    return {}
