@@ -327,7 +327,7 @@ class ItemMap:
             if feed.call is None and not feed.has_loaded and may_have_items:
                 self._start(feed)
         for feed in self._feeds:
-            while feed.call is None and feed.has_loaded and (tasks := self._queue.take_chunk(monotonic(), end)):
+            while feed.call is None and feed.has_loaded and (tasks := self._queue.take_chunk(end)):
                 self._send(feed, tasks)  # or put them back, to be sent one by one
         has_items = self._queue.has_waiting or not self._queue.is_exhausted
         return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
@@ -477,7 +477,7 @@ class ItemMap:
         """Return the item's failure, or nothing if it will be tried again. Can raise ItemFailedError."""
         __tracebackhide__ = True
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
-        decision = self._queue.fail(task, failed_attempt, monotonic())
+        decision = self._queue.fail(task, failed_attempt)
         text = _format_item(task.item)
         if decision.delay is not None:
             log_now(

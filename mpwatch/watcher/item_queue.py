@@ -10,7 +10,7 @@ Items are taken in this order: failed items whose delay is over, items that were
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,26 +34,18 @@ class Task:
 class ItemQueue:
     """The items that no rank has at present. Ranks get at most `chunksize` items at once."""
 
-    def __init__(
-        self,
-        items: Iterable[Any],
-        *,
-        chunksize: int | None,
-        policy: RestartPolicy,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, items: Iterable[Any], *, chunksize: int | None, policy: RestartPolicy) -> None:
         self._new: Iterator[tuple[int, Any]] = enumerate(items)
         self._max_limit = chunksize or MAX_CHUNKSIZE
         self._policy = policy
-        self._clock = clock
         self._limit = chunksize or 1
         self._returned: deque[Task] = deque()
         self._delayed: list[tuple[float, int, Task]] = []  # a heap: due time, index
         self._next_index = 0
         self.is_exhausted = False  # whether all items have been taken once
 
-    def take_chunk(self, now: float, end: int) -> list[Task]:
-        if self._delayed and self._delayed[0][0] <= now:
+    def take_chunk(self, end: int) -> list[Task]:
+        if self._delayed and self._delayed[0][0] <= monotonic():
             return [heapq.heappop(self._delayed)[2]]
         if self._returned and self._returned[0].is_single:
             return [self._returned.popleft()]
@@ -62,9 +54,9 @@ class ItemQueue:
             chunk.append(self._returned.popleft())
         if chunk or self.is_exhausted:
             return chunk
-        deadline = self._clock() + COLLECT_SECONDS
+        deadline = monotonic() + COLLECT_SECONDS
         while len(chunk) < self._limit and not self.is_exhausted and self._next_index < end:
-            if chunk and self._clock() > deadline:
+            if chunk and monotonic() > deadline:
                 break
             try:
                 index, item = next(self._new)
@@ -78,13 +70,13 @@ class ItemQueue:
     def put_back(self, tasks: Sequence[Task]) -> None:
         self._returned.extendleft(reversed(tasks))
 
-    def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
+    def fail(self, task: Task, failed_attempt: FailedAttempt) -> RestartDecision:
         """Try a failed item again later if the policy allows it. Raises what `retry_if` raises."""
         task.attempts += 1
         task.budget = task.budget or RestartBudget(self._policy)
         decision = task.budget.decide(failed_attempt)
         if decision.delay is not None:
-            heapq.heappush(self._delayed, (now + decision.delay, task.index, task))
+            heapq.heappush(self._delayed, (monotonic() + decision.delay, task.index, task))
         return decision
 
     def enlarge_chunks(self, size: int) -> None:
