@@ -122,7 +122,7 @@ class RunResult(Sequence[T]):
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline of the run to a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-        In the timeline, each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
+        In the timeline, each rank has a lane with its processes, calls, failures and restarts.
 
         Raises:
             OSError: the file cannot be written.
