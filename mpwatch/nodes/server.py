@@ -36,7 +36,7 @@ HELLO_SECONDS = 10.0
 MAX_STRANGERS = 64
 CHECKS_PER_TIMEOUT = 8  # for silent nodes
 MAX_WARNINGS = 10  # about connections that are refused
-ACCEPTS = 64  # in a row; asyncio takes it for the backlog of the listener, too, which is then set anew
+ACCEPTS = 16  # in a row; asyncio takes it for the backlog of the listener, too, which is then set anew
 PAUSE_SECONDS = 0.05  # while the driver is behind
 
 
