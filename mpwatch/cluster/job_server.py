@@ -22,7 +22,6 @@ from mpwatch.nodes.messages import AttemptDecision, LinkHello
 from mpwatch.nodes.node_thread import make_coordinator
 from mpwatch.nodes.server import Link, Server
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
 
@@ -59,8 +58,6 @@ class JobServer:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._is_closed.set)
         self._thread.join()
-        if self._thread.native_id is not None:
-            wait_for_thread_exit(self._thread.native_id)
 
     # ---- in the server's thread
 

@@ -36,6 +36,7 @@ HELLO_SECONDS = 10.0
 MAX_STRANGERS = 64
 CHECKS_PER_TIMEOUT = 8  # for silent nodes
 MAX_WARNINGS = 10  # about connections that are refused
+ACCEPTS = 16  # in a row; asyncio takes it for the backlog of the listener, too, which is then set anew
 PAUSE_SECONDS = 0.05  # while the driver is behind
 
 
@@ -114,7 +115,8 @@ class Server:
 
     async def start(self, listener: socket.socket) -> None:
         self.address = listener.getsockname()
-        self._server = await self._loop.create_server(self._make_peer, sock=listener, backlog=socket.SOMAXCONN)
+        self._server = await self._loop.create_server(self._make_peer, sock=listener, backlog=ACCEPTS)
+        listener.listen(socket.SOMAXCONN)
 
     def _make_peer(self) -> _Peer:
         self._numbers += 1
@@ -127,7 +129,7 @@ class Server:
     # ---- connections
 
     def add(self, peer: _Peer) -> None:
-        strangers = [other for other in self._peers.values() if other.is_stranger]
+        strangers = [other for other in self._peers.values() if other.is_stranger and not other.transport.is_closing()]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].abort("there are too many others")
         self._peers[peer.number] = peer

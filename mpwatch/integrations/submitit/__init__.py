@@ -3,7 +3,7 @@
 - `mpwatch.integrations.submitit.run(executor, train, 8, nodes=4)` waits for the values of all ranks (run.py).
   mpwatch/cluster/__init__.py describes how the driver and the nodes work together.
 - A program that calls `executor.submit(mpwatch.integrations.submitit.Job(train, 8))` can end while the job runs (job.py).
-  Each SLURM task calls the `Job` object. The tasks find each other through a store, which the first task serves.
+  Each SLURM task calls the `Job` object. The first task runs the coordinator of the job.
 
 `run` submits the minimum number of nodes as one SLURM job, one task on each machine, since SLURM starts the tasks of one
 job at the same time. Each further node, and each that replaces a lost one, is a SLURM job of its own.
