@@ -38,7 +38,7 @@ def test_an_exception(caplog, capsys):
     assert str(error).startswith(verdict)
     assert re.search(r" \(tr\\x1bain\\n\.py:\d+ in st\\x1bep\\n\)$", str(error), re.MULTILINE)
     assert f"ValueError: {CLEAN}\n\tend\nRunFailedError: {verdict}" in printed
-    assert r"lo\x1bss\n" in printed
+    assert r"lo\x1bss\n\udcff 1" in printed
 
 
 def test_the_end_of_stderr():
