@@ -88,7 +88,7 @@ class WorkerGroup:
         self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
         check_host()
         self._pid = os.getpid()
-        self._queue = RankQueue()
+        self._queue = RankQueue(len(self._all_ranks))
         self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
@@ -304,13 +304,12 @@ class WorkerGroup:
 
         Return the result of a failure, or None to check again.
         """
-        self._queue.exchange(ticket, self._all_ranks)
-        if self._ranks.lacks_process_group:
+        self._queue.widen(ticket)
+        result = None
+        if len(ticket.needed) == len(self._all_ranks) and self._ranks.lacks_process_group:
             result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
-            if result is None or result.state is not WorkerState.SUCCEEDED:
-                return result
-        self._queue.exchange(ticket, call.ranks)
-        return None
+        self._queue.narrow()
+        return None if result is None or result.state is WorkerState.SUCCEEDED else result
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True

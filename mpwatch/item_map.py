@@ -272,6 +272,7 @@ class ItemMap:
         self._feeds: list[_Feed] = []
         self._done_count = self._failed_count = 0
         self._losses_at_start = 0  # since a rank has loaded the function
+        self._dealt_at = 0.0  # CLOCK_MONOTONIC
         self._group: WorkerGroup
         self._load_payload: Payload  # the call of `load`
         self._view: ItemView
@@ -319,6 +320,7 @@ class ItemMap:
 
     def _deal(self) -> bool:
         """Give items to free ranks. Return whether there are more outcomes to come."""
+        self._dealt_at = monotonic()
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -363,7 +365,8 @@ class ItemMap:
         self._view.update(self._done_count, self._failed_count)
         if not outcomes:
             due_at, now = self._queue.due_at, monotonic()
-            deadline = due_at if due_at is not None and due_at > now else math.inf  # else it waits for a free rank
+            # If it was due already when the free ranks got their items, it waits for a free rank.
+            deadline = due_at if due_at is not None and due_at > self._dealt_at else math.inf
             for seconds in (self._view.seconds_to_next_update, self._progress.seconds_to_next_update()):
                 deadline = deadline if seconds is None else min(deadline, now + seconds)
             calls = [feed.call for feed in self._feeds if feed.call is not None]

@@ -53,7 +53,7 @@ class RunHandle(Future[RunResult[T]]):
         super().__init__()
         program_end.prepare()
         self._run: Callable[[Ticket, OnStart], RunResult[T]] | None = execute  # None: it has begun, or never will
-        self._queue = queue or RankQueue()
+        self._queue = queue or RankQueue(1)
         self._ranks = ranks
         self._ticket = Ticket(ranks, self._start)
         self._check = check

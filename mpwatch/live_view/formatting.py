@@ -24,6 +24,7 @@ STATE_TEXTS = {
 UNKNOWN = "–"  # noqa: RUF001  a dash
 HUNDRED, MILLION = 100, 1_000_000
 MB, GB = 1_000_000, 1_000_000_000
+MAX_SECONDS = 1e9
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
@@ -124,4 +125,6 @@ def _format_bytes(count: int) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
+    if seconds > MAX_SECONDS:
+        return "years"
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))  # noqa: PLR2004

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from mpwatch.live_view.live import Display
 from mpwatch.live_view.model import RATE_SECONDS, RateEstimator, Snapshot, StepProgress
@@ -35,13 +36,13 @@ class ItemView:
         """Draw the bar if enough time has passed. `done` counts the failed items, too."""
         if monotonic() >= self._due_at:
             self._due_at = math.inf  # if there is no display, or if it raises
-            self._guard(lambda: self._show(done, failed))
+            self._guard(lambda: self._show(done, failed), done, failed)
 
     def close(self, done: int, failed: int) -> None:
         """Leave one line of text that stays visible."""
         display, self._display, self._due_at = self._display, None, math.inf
         if display is not None:
-            self._guard(lambda: display.close(self._take_snapshot(done, failed)))
+            self._guard(lambda: display.close(self._take_snapshot(done, failed)), done, failed)
 
     def _show(self, done: int, failed: int) -> None:
         if self._display is None:
@@ -57,9 +58,12 @@ class ItemView:
         overall = StepProgress(unit="item", step=done, total=self._total, rate=self._rate.rate(now), metrics=metrics)
         return Snapshot(overall=overall, rows=(), shows_ranks=False)
 
-    def _guard(self, do: Callable[[], None]) -> None:
+    def _guard(self, do: Callable[[], None], done: int, failed: int) -> None:
         try:
             do()
         except Exception as error:
-            self._display = None
+            display, self._display = self._display, None
+            if display is not None:
+                with suppress(Exception):  # so that it releases its rows of the terminal, if it still can
+                    display.close(self._take_snapshot(done, failed))
             log.warning("the progress bar failed; the items go on without it", exc_info=error)

@@ -40,11 +40,11 @@ class TerminalDisplay:
 
     def close(self, snapshot: Snapshot) -> None:
         """Release the reserved rows, and then write one line that shows the final progress."""
+        was_drawn, self._was_drawn, TerminalDisplay.is_in_use = self._was_drawn, False, False
         text = self._region.release()
-        if self._was_drawn and is_foreground(self._fd):
+        if was_drawn and is_foreground(self._fd):
             columns, _ = os.get_terminal_size(self._fd)
             text += f"{go_to_line_start(columns)}mpwatch: {format_overall(snapshot)}\r\n"
-        self._was_drawn = TerminalDisplay.is_in_use = False
         self._write(text)
 
     def _write(self, text: str) -> None:

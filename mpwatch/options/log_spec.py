@@ -77,6 +77,7 @@ class LogSpec:
     stderr: IO[str] | None = None
 
     def __post_init__(self) -> None:
+        _check_dir(self.dir)
         for name in ("show", "files"):
             choice = getattr(self, name)
             _check_streams(name, choice)
@@ -192,6 +193,13 @@ def _ranks_named_in(ranks: Ranks | Literal["inherit"]) -> Iterator[int]:
         yield from () if isinstance(ranks, str) else map(operator.index, ranks)
     else:
         yield operator.index(ranks)
+
+
+def _check_dir(folder: object) -> None:
+    if folder is not None and (not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str)):
+        raise TypeError(f"logs: dir must be a path, not {folder!r}")
+    if folder is not None and not os.fspath(folder):
+        raise ValueError("logs: dir must be the path of a folder, not ''; '.' is the current one")
 
 
 def _check_streams(name: str, choice: object) -> None:

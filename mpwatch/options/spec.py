@@ -27,6 +27,7 @@ from mpwatch.options.validation import (
     check_optional_seconds,
     check_seconds,
     check_word,
+    is_async,
     name_of,
 )
 from mpwatch.options.worker_info import Worker
@@ -292,7 +293,11 @@ def as_restart_policy(max_restarts: Any) -> RestartPolicy:
 
 
 def _read_start_timeout() -> float:
-    seconds = float(os.environ.get(START_TIMEOUT_VARIABLE, START_TIMEOUT))
+    text = os.environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"the variable {START_TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
     check_seconds(f"the variable {START_TIMEOUT_VARIABLE}", seconds, at_least="more than 0")
     return seconds
 
@@ -321,7 +326,7 @@ def _as_observers(name: str, value: object) -> tuple[Callable[[Any], object], ..
 def _check_fn(fn: object) -> Callable[..., Any]:
     if not callable(fn):
         raise TypeError(f"fn must be callable, not {fn!r}")
-    if inspect.iscoroutinefunction(fn):
+    if is_async(fn):
         raise TypeError(
             f"fn must be an ordinary function; {name_of(fn)!r} is async def, and calling it would only make a coroutine. "
             f"Pass a function that runs it: def train(*args): return asyncio.run({name_of(fn)}(*args))"

@@ -4,6 +4,7 @@ Each function that checks an option raises TypeError or ValueError if the value 
 and the value of the option.
 """
 
+import inspect
 import math
 import operator
 import signal
@@ -13,7 +14,7 @@ from numbers import Real
 
 from mpwatch.options.worker_info import RANK_VARIABLES
 from mpwatch.os_support.cpu_affinity import format_cpus
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, name_signal
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
 
 MAX_PORT = 65535
 # Signals that no option may list, each with the reason.
@@ -124,14 +125,26 @@ def check_signals(name: str, value: object) -> tuple[int, ...]:
         raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
     numbers = dict.fromkeys(check_count(f"a signal in {name}", element, at_least=1) for element in value)
     for number in numbers:
+        if number not in SIGNALS:
+            raise ValueError(f"{name} may not have {number}: no signal of this system has this number; see `kill -l`")
         if number in RESERVED_SIGNALS:
             raise ValueError(f"{name} may not have {name_signal(number)}: {RESERVED_SIGNALS[number]}; leave it out")
     return tuple(numbers)
 
 
+def is_async(fn: object) -> bool:
+    call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
+    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))
+
+
 def check_function(name: str, value: object, expected: str) -> None:
+    """Check that a value is a function, and not `async def`, since mpwatch calls it and does not await it."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be {expected}, not {value!r:.200}")
+    if is_async(value):
+        raise TypeError(
+            f"{name} must be an ordinary function; {name_of(value)!r} is async def, which mpwatch would not await"
+        )
 
 
 def name_of(fn: object) -> str:

@@ -176,13 +176,13 @@ class GroupRanks:
 
     def make_call(self, payload: Payload, rank: int) -> Call:
         """Make a call of an idle rank, which `follow` begins. If the rank was lost, the call is refused."""
-        suspended = self._get_watcher().loop.suspended_seconds
+        suspended = self._get_running_watcher().loop.suspended_seconds
         return Call(payload, [rank], started_at=monotonic(), suspended_before=suspended)
 
     def restart(self, rank: int, reason: str) -> None:
         self._loss_reasons[rank] = reason
         with open_standard_descriptors(), self._lock:
-            self._start_ranks(self._get_watcher(), [rank])
+            self._start_ranks(self._get_running_watcher(), [rank])
 
     def make_progress_driver(self) -> ViewDriver:
         watcher = self._get_watcher()
@@ -192,26 +192,32 @@ class GroupRanks:
         self, calls: Collection[Call], until: Callable[[], bool], deadline: float, serve: Callable[[], object]
     ) -> None:
         """Begin the new calls, and wait as `Caller.wait` does. After a signal, wait until all are over, and deliver it."""
-        watcher = self._get_watcher()
+        watcher = self._get_running_watcher()
         caller = self._make_caller(watcher, ends_ranks=True)
         caller.serve = serve
         caller.signals.close_stop_requests()
+
+        def is_stopped() -> bool:
+            return bool(caller.signals.received) or caller.signals.error is not None
 
         def wait() -> None:
             for call in calls:
                 if not call.is_posted:
                     call.is_posted = True
                     watcher.post(watcher.loop.begin, call)
-            caller.wait(until, deadline)
-            if caller.signals.received or caller.signals.error is not None:
+            for signum in caller.signals.received:  # again, now that the calls have begun
+                caller.signals.post_interrupt(signum)
+            caller.wait(lambda: until() or is_stopped(), deadline)
+            if is_stopped():
                 caller.wait(lambda: all(call.has_ended() for call in calls))
+                watcher.drain_output(LAST_DRAIN_SECONDS)
 
         try:
             caller.execute(wait)
         finally:
             self._end(caller)
         self._check_start()
-        if caller.signals.received or caller.signals.error is not None:
+        if is_stopped():
             ended = [call for call in calls if call.evidence is not None]
             reason = format_signal(caller.signals.received[0]) if caller.signals.received else ""
             stopped = RunResult[Any](WorkerState.STOPPED, reason=reason)
@@ -277,6 +283,14 @@ class GroupRanks:
                     raise
                 self._watcher = watcher
             return self._watcher
+
+    def _get_running_watcher(self) -> Watcher:
+        """Return the watcher that has started the ranks. Raises what has ended it."""
+        watcher = self._watcher
+        self._check_start()
+        if watcher is None or watcher.is_finished:
+            raise (watcher and watcher.error) or LaunchError("the ranks have ended, and cannot be called any more")
+        return watcher
 
     def _start_ranks(self, watcher: Watcher, lost_ranks: tuple[int, ...] | list[int]) -> None:
         """Make the watcher start these ranks, or all ranks with scope="group" and at first."""

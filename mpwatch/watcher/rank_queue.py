@@ -5,6 +5,7 @@ Each call has a ticket. A ticket is granted when no earlier one needs any of its
 
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from queue import SimpleQueue
 
 
@@ -15,6 +16,7 @@ class Ticket:
 
     def __init__(self, ranks: Collection[int], on_grant: Callable[[], object] | None = None) -> None:
         self.ranks = ranks
+        self.needed = ranks  # all ranks, between `RankQueue.widen` and `narrow`
         self.on_grant = on_grant
         self.is_granted = False
         self.has_left = False
@@ -35,37 +37,52 @@ class RankQueue:
     If an exception interrupts a method, the next one does the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nprocs: int) -> None:
+        self._all_ranks = range(nprocs)
         self._lock = threading.RLock()  # a signal handler may cancel a call
-        self._tickets: list[Ticket] = []  # in the order in which the calls were made
+        self._waiting: list[Ticket] = []  # in the order in which the calls were made
+        self._granted: list[Ticket] = []
 
     def enter(self, ticket: Ticket) -> None:
         with self._lock:
-            self._tickets.append(ticket)
+            self._waiting.append(ticket)
         self._grant()
 
-    def exchange(self, ticket: Ticket, ranks: Collection[int]) -> None:
-        """Give up the ranks of a granted ticket, and wait in its old place for these."""
+    def widen(self, ticket: Ticket) -> None:
+        """Give up the ranks of a granted ticket, and wait in its old place for all, or until `narrow` gives its own back."""
         with self._lock:
-            ticket.ranks, ticket.on_grant, ticket.is_granted = ranks, None, False
+            ticket.needed, ticket.on_grant, ticket.is_granted = self._all_ranks, None, False
+            self._waiting.insert(0, ticket)
         self._grant()
         ticket.wait()
+
+    def narrow(self) -> None:
+        """Let each ticket need only the ranks of its call again."""
+        with self._lock:
+            for ticket in (*self._granted, *self._waiting):
+                ticket.needed = ticket.ranks
+        self._grant()
 
     def leave(self, ticket: Ticket) -> None:
         """Remove a ticket, granted or not. It is no error if it has left already."""
         ticket.has_left = True
+        with self._lock, suppress(ValueError):
+            self._waiting.remove(ticket)
         self._grant()
 
     def _grant(self) -> None:
         with self._lock:
-            self._tickets = [ticket for ticket in self._tickets if not ticket.has_left]
-            granted = [ticket for ticket in self._tickets if ticket.is_granted]
-            taken = {rank for ticket in granted for rank in ticket.ranks}
-            for ticket in self._tickets:
-                if not ticket.is_granted and taken.isdisjoint(ticket.ranks):
+            self._granted = [ticket for ticket in self._granted if ticket.is_granted and not ticket.has_left]
+            taken = {rank for ticket in self._granted for rank in ticket.needed}
+            for ticket in self._waiting[:]:
+                if len(taken) == len(self._all_ranks):
+                    break
+                if not ticket.has_left and taken.isdisjoint(ticket.needed):
                     ticket.grant()
-                    granted.append(ticket)
-                taken.update(ticket.ranks)
+                    self._granted.append(ticket)
+                    self._waiting.remove(ticket)
+                taken.update(ticket.needed)
+            granted = list(self._granted)
         for ticket in granted:
             if (on_grant := ticket.on_grant) is not None:
                 on_grant()

@@ -1,15 +1,18 @@
 """The rank's end of the channel to the watcher. This module runs in a rank."""
 
+import errno
 import os
 import select
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
 from mpwatch.wire.messages import CALL_NUMBER, MAX_DESCRIPTORS, FrameDecoder, Message, MessageKind, encode_frame
 
 READ_SIZE = 1 << 13  # bytes; most calls are shorter
+RETRY_SECONDS = 0.01
 
 
 class Channel:
@@ -34,11 +37,21 @@ class Channel:
                 if fd is None:
                     self._socket.sendall(data, MSG_NOSIGNAL)
                 else:
-                    socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
+                    self._send_file(data, fd)
         except OSError:
             return False
         self._send_stop_request()
         return True
+
+    def _send_file(self, data: bytes, fd: int) -> None:
+        while True:
+            try:
+                socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+            time.sleep(RETRY_SECONDS)  # as many files as `ulimit -n` allows are on their way. The watcher receives some soon
 
     def request_stop(self) -> None:
         """Send STOP_REQUESTED. Any thread and any signal handler may call this method.

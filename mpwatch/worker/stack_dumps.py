@@ -27,7 +27,6 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
@@ -60,8 +59,15 @@ def register_stack_dumps(pipe: int) -> int:
         faulthandler.register(NATIVE_DUMP_SIGNAL, file=pipe, all_threads=False)
     if PYTHON_DUMP_SIGNAL is not None:
         set_handler(PYTHON_DUMP_SIGNAL, StackWriter(pipe, main_thread))
-    os.register_at_fork(after_in_child=partial(setattr, faulthandler, "enable", c_enable))
+    os.register_at_fork(after_in_child=_leave_child_alone)
     return main_thread
+
+
+def _leave_child_alone() -> None:
+    """In a process that the function has forked: its crash is not the rank's."""
+    faulthandler.enable = c_enable
+    if not _has_other_file:
+        faulthandler.disable()
 
 
 def redirect_crash_stack(target: socket.socket) -> None:

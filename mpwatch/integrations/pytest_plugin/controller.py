@@ -99,7 +99,7 @@ class ModuleGroup:
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
         folder = _get_fixture_values(item)[TMP_PATH_FACTORY].mktemp("mpwatch")
-        capture = item.config.getoption("capture")
+        capture = item.config.getoption("capture", "no")
         log_dir = None if capture == "no" else folder / "logs"
         logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
         self._session_config = _make_session_config(item.config, module, folder)

@@ -182,11 +182,11 @@ class ProcessPool:
 
     def reap(self, rank: Rank) -> None:
         pid, killed_at = rank.process.pid, monotonic()
-        self._close(rank)
         rank.process.reap()
         self.guardian.release(pid)
         if group_exists(pid):
             self._killed_groups[pid] = killed_at
+        self._close(rank)
 
     def _close(self, rank: Rank) -> None:
         del self.alive[rank.number]

@@ -65,7 +65,7 @@ def _get_members(error: BaseException) -> tuple[BaseException, ...]:
 
 def _encode_node(error: BaseException, index: dict[int, int]) -> ExceptionNode:
     cls = type(error)
-    notes = getattr(error, "__notes__", None)
+    notes = vars(error).get("__notes__")  # `__getattr__` of the class may raise anything
     return {
         "name": cls.__name__,
         "qualname": cls.__qualname__,
@@ -122,5 +122,8 @@ def _get_text(error: BaseException) -> str:
 
 
 def _format_traceback(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(error))
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001  of `__getattr__` of its class
+        text = "".join([*traceback.format_tb(error.__traceback__), f"{type(error).__qualname__}: {_get_text(error)}\n"])
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"
