@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import logging
 import os
 import pickle
 import re
@@ -212,6 +213,30 @@ def test_a_second_ctrl_c_kills_the_ranks():
     with pytest.raises(KeyboardInterrupt):
         next(values)
     assert time.monotonic() - started_at < 30
+
+
+@in_own_process
+def test_ctrl_c_while_an_item_waits_for_its_next_attempt():
+    def interrupt(record):
+        if "is tried again" in record.getMessage():
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return True
+
+    logging.getLogger("mpwatch").addFilter(interrupt)
+    started_at = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(mpwatch.map(fn.fail_at_seven, [7], 1, max_restarts=RestartPolicy(1, delay=100)))
+    assert time.monotonic() - started_at < 30
+
+
+def test_a_rank_that_cannot_be_started_again_ends_the_map():
+    def refuse(worker):
+        if worker.restart_count:
+            raise LookupError("no second start")
+        return {}
+
+    with pytest.raises(LookupError, match="no second start"):
+        list(mpwatch.map(fn.kill_itself_at_zero, range(9), 2, env=refuse, on_error="yield", chunksize=1))
 
 
 def leave_an_iterator_behind():

@@ -55,6 +55,12 @@ async def coroutine():
             r"RestartPolicy\(scope='worker'\) is for ranks that do not communicate, but backend='gloo' makes a process group",
         ),
         ({"keep_going": True, "backend": "gloo"}, ValueError, "keep_going=True is for ranks that do not communicate"),
+        (
+            {"on_event": coroutine},
+            TypeError,
+            "on_event must be an ordinary function; 'coroutine' is async def, which mpwatch",
+        ),
+        ({"stop": [99]}, ValueError, "stop may not have 99: no signal of this system has this number"),
         ({"on_event": events.JsonLines}, TypeError, "on_event must be a function .* not <class '.*JsonLines'>"),
         ({"logs": "folder"}, TypeError, r"logs must be a LogSpec, such as LogSpec\('folder'\), or None, not 'folder'"),
         ({"logs": LogSpec(show=2)}, ValueError, "logs: show names rank 2, but nprocs=2: ranks are 0 to 1"),

@@ -51,6 +51,23 @@ def get_size_and_rank():
     return dist.get_world_size(), dist.get_rank()
 
 
+def send_to_1():
+    dist.send(torch.ones(1), 1)
+
+
+def receive_from_0():
+    tensor = torch.zeros(1)
+    dist.recv(tensor, 0)
+    return tensor.item()
+
+
+def test_calls_of_different_ranks_run_at_the_same_time_from_the_first_one_on():
+    with WorkerGroup(2, backend="gloo") as group:
+        sender, receiver = group.submit(send_to_1, ranks=0), group.submit(receive_from_0, ranks=1)
+        assert dict(receiver.result(60).return_values) == {1: 1.0}
+        assert dict(sender.result(60).return_values) == {0: None}
+
+
 @pytest.mark.slow
 def test_some_ranks_have_the_process_group_of_all():
     """All ranks make it before the first call of some ranks, and again if a rank was lost."""

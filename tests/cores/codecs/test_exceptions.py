@@ -83,6 +83,11 @@ class RecursesWhenRebuilt(ValueError):
         return failing.recurses, ()
 
 
+class LooksUp(Exception):
+    def __getattr__(self, name):
+        return self.__dict__["payload"][name]  # KeyError
+
+
 class NoText(Exception):
     def __str__(self):
         raise RuntimeError("no text")
@@ -128,6 +133,11 @@ def test_type_text_and_attributes(error):
     assert vars(back) == vars(error)
     for name in ATTRIBUTES:
         assert getattr(back, name, None) == getattr(error, name, None)
+
+
+def test_a_class_whose_getattr_raises_anything_comes_back_as_itself():
+    back = round_trip(raise_and_catch(hold(LooksUp("quota"), payload={"code": 5})))
+    assert (type(back), str(back), back.code) == (LooksUp, "quota", 5)
 
 
 def test_a_class_that_pickles_itself_or_claims_to_be_builtin_comes_back_as_itself():
