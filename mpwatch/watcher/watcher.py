@@ -65,7 +65,7 @@ class Watcher:
         with ExitStack() as stack:
             self._inbox = stack.enter_context(closing(Inbox()))
             nprocs = None if spec.is_multi_node else spec.nprocs
-            self.output = RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)
+            self.output = stack.enter_context(closing(RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)))
             self.loop = EventLoop(
                 spec, self._inbox, self.deferred_log, event_bus, self.output, keep_ranks=keep_ranks, node=node
             )
@@ -191,7 +191,6 @@ class Watcher:
         """Release all resources. If the thread was started, `is_finished` must be True."""
         self.is_finished = True
         try:
-            self.output.close()
             if self._debugger is not None:
                 self._debugger.close()
         finally:
