@@ -49,6 +49,7 @@ from mpwatch.nodes.messages import (
     NodeInfo,
     NodeLeaving,
     RanksStalled,
+    RanksStopped,
     Refused,
     StartAttempt,
     StepsHeld,
@@ -61,7 +62,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
-STOP_SECONDS = 10.0  # a node has this time after its grace period to stop its ranks and to report how they have ended
+STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long a job that has lost nodes waits for more than the least number of nodes
 TELL_SECONDS = 3.0  # after which a node is told that it still waits
 
@@ -259,12 +260,15 @@ class Coordinator:
         if isinstance(message, AttemptReport):
             check_failures(message)
             member.port = message.port or member.port
-        if not isinstance(message, AttemptFailing | RanksStalled | StepsHeld | AttemptReport):
+        if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
             return []
         if message.attempt != attempt.number or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
             return []
         if isinstance(message, AttemptFailing):
             return self._fail(node, now)
+        if isinstance(message, RanksStopped):
+            attempt.stopped.add(node)
+            return []
         if isinstance(message, StepsHeld):
             return self._handle_held_steps(node, message)
         if isinstance(message, AttemptReport):
@@ -340,7 +344,7 @@ class Coordinator:
                 self.stage = JobStage.FINISHED
                 return []
             attempt = self._attempt
-            for node in sorted(attempt.active - attempt.reports.keys()):
+            for node in sorted(attempt.active - attempt.stopped - attempt.reports.keys()):
                 actions += self.lose(self._round[node].number, "it does not stop its ranks", now)
         if self.stage is JobStage.JOINING and now >= self._begin_at:
             actions += self._begin_if_complete(now)

@@ -55,6 +55,7 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.machine.transitions import (
     NO_LEASE,
+    CallStage,
     InterruptCause,
     Lease,
     StopReason,
@@ -159,12 +160,14 @@ class NodeThread:
     # ---- called in the watcher thread
 
     def on_outcome_change(self, machine: CallMachine) -> None:
-        """A signal came, or the attempt failed or timed out. `machine` is that of the call."""
+        """A signal came, the attempt failed or timed out, or all ranks have exited. `machine` is that of the call."""
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post(lambda: self._machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post(self._machine.report_failing)
+        if machine.stage is CallStage.FINISHED and machine.signum is None:
+            self._post(self._machine.report_ranks_stopped)
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
         """See CollectiveMonitor."""
