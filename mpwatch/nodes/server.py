@@ -114,8 +114,10 @@ class Server:
         self._loop.call_later(self._check_seconds, self._check_peers)
 
     async def start(self, listener: socket.socket) -> None:
-        self.address = listener.getsockname()
-        self._server = await self._loop.create_server(self._make_peer, sock=listener, backlog=ACCEPTS)
+        self._listener, self.address = listener, listener.getsockname()
+        # This does not wait yet, so that `close` can be called if the task is cancelled in the next line.
+        self._server = await self._loop.create_server(self._make_peer, sock=listener, backlog=ACCEPTS, start_serving=False)
+        await self._server.start_serving()
         listener.listen(socket.SOMAXCONN)
 
     def _make_peer(self) -> _Peer:
@@ -123,6 +125,10 @@ class Server:
         return _Peer(self, self._numbers)
 
     async def close(self) -> None:
+        """All other tasks of the event loop must be those in which asyncio accepts connections."""
+        self._loop.remove_reader(self._listener)
+        if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(accepting)  # else asyncio would leave these connections open
         self._server.close()
         await close_all([*self._peers.values()])
 
