@@ -135,9 +135,8 @@ class Coordinator:
 
     @property
     def deadline(self) -> float:
-        soonest = min(self._deadline, self._begin_at)
-        waiting = self._list_waiting() if self.stage is not JobStage.FINISHED else []
-        return min([soonest, *(min(member.leaves_at, member.tell_at) for member in waiting)])
+        waiting = self._list_waiting()
+        return min([self._deadline, self._begin_at, *(min(member.leaves_at, member.tell_at) for member in waiting)])
 
     # ---- nodes come and go
 
@@ -399,7 +398,9 @@ class Coordinator:
         options, has_succeeded = self._rendezvous, decision.next_step is NextStep.DONE
         self._deadline = now + (options.exit_barrier_timeout if has_succeeded else options.node_timeout)
         over = Refused(f"job {self._run_id!r} is over")
-        actions += [Send(member.number, over) for member in self._list_waiting()]
+        for member in self._list_waiting():
+            del self._members[member.number]
+            actions.append(Send(member.number, over))
         self._finish_if_all_have_left()
         return actions
 
