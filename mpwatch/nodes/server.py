@@ -165,8 +165,9 @@ class Server:
         if not isinstance(message, MessageToCoordinator) or peer.is_stranger is not is_first:
             raise InvalidMessageError(f"{type(message).__name__} is not expected now")
         if isinstance(message, NodeInfo):
-            peer.is_stranger, peer.framing.limit = False, MAX_BYTES
             self._execute(self._coordinator.join(peer.number, message, now))
+            if not peer.has_last_message:  # else it was refused, and stays a stranger
+                peer.is_stranger, peer.framing.limit = False, MAX_BYTES
         elif isinstance(message, LinkHello):
             if self._driver is None:
                 raise InvalidMessageError("no driver has started the nodes of this job")

@@ -1,11 +1,16 @@
 """Strangers at the port of the coordinator, while a job begins and runs: they change nothing but lines in the log."""
 
+import os
 import socket
 import threading
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 
+from cores.nodes.samples import make_sample
+from mpwatch.nodes.frames import LENGTH
+from mpwatch.nodes.messages import NodeInfo, encode_message
+from mpwatch.nodes.server import MAX_STRANGERS
 from nodes.harness import NODE_TIMEOUT
 
 MANY = 300  # connections; each of them is a descriptor of the node, too
@@ -61,6 +66,22 @@ def can_connect(job):
         send(job).close()
         return True
     return False
+
+
+def test_refused_nodes_stay_strangers(job):
+    """They keep their connections open, but only few of them are kept."""
+    job.rendezvous["nnodes"] = 1
+    node = job.start()
+    world = job.await_world(1)
+    body = encode_message(make_sample(NodeInfo))  # of another job
+    before = len(os.listdir(f"/proc/{node.pid}/fd"))
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_STRANGERS):
+            connection = stack.enter_context(closing(send(job, GREETING, LENGTH.pack(len(body)) + body)))
+            assert b"Refused" in b"".join(iter(lambda: connection.recv(1 << 16), b""))  # noqa: B023  called here
+        assert len(os.listdir(f"/proc/{node.pid}/fd")) - before < 1.5 * MAX_STRANGERS
+    world.order("return")
+    job.results()
 
 
 def test_what_was_recorded_in_another_connection_is_refused(job, eventually):
