@@ -207,10 +207,14 @@ class Server:
                 if isinstance(action.message, Refused | Dismissed):
                     peer.has_last_message = True
                     peer.transport.write_eof()
-                    self._loop.call_later(LINGER_SECONDS, peer.abort, "it has read the last message")
+                    self._loop.call_later(LINGER_SECONDS, self._abort, action.node)
         if self._coordinator.stage is JobStage.FINISHED and not self.finished.done():
             self.finished.set_result(None)
         self._set_deadline()
+
+    def _abort(self, number: int) -> None:
+        if (peer := self._peers.get(number)) is not None:
+            peer.abort("it has read the last message")
 
     def _set_deadline(self) -> None:
         if self._deadline is not None:
