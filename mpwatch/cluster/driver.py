@@ -19,6 +19,7 @@ import pickle
 import queue
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -112,8 +113,8 @@ class Driver:
         self._nodes: dict[int, _Node] = {}
         self._may_restart = spec.policy.max_restarts > 0
         self._round: RendezvousCompleted | None = None  # in which nodes have met last
-        self._is_round_counted = False  # whether its attempt is a restart that the policy allows
-        self._lost_attempts: list[mpwatch.Attempt] = []  # all nodes were lost in them, so no other node knows them
+        self._attempts: dict[int, mpwatch.Attempt] = {}  # that have ended; nodes that have come later do not know them
+        self._counted: set[int] = set()  # the attempts that are restarts which the policy allows
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
         self._decision: AttemptDecision | None = None  # that has ended the job, or after the loss of all nodes
@@ -295,45 +296,46 @@ class Driver:
         decision = self._decision
         if decision is None or not self._losses or self._count_running() or self._is_ending():
             return
-        now, cause = time.time(), self._losses[0]
-        lost = self._record_lost_attempt(now)
+        assert self._round is not None
+        event = Restarting(
+            time=time.time(),
+            monotonic=monotonic(),
+            run_id=self._rendezvous.run_id,
+            ranks=tuple(range(self._round.world_size)),
+            attempt=decision.attempt,
+            cause=self._losses[0],
+            delay=0.0,
+            restarts_left=decision.restarts_left,
+            is_counted=decision.is_restart_counted,
+        )
+        self._end_attempt(event, self._losses)
         if decision.ends_job:
             reason = decision.no_restart_reason or "the ranks had ended before that"
             self._not_restarted = reason if self._may_restart else ""
             self._stop_nodes()
             return
         self._decision = None
-        event = Restarting(
-            time=now,
-            monotonic=monotonic(),
-            run_id=self._rendezvous.run_id,
-            ranks=lost.ranks,
-            attempt=decision.attempt,
-            cause=cause,
-            delay=0.0,
-            restarts_left=decision.restarts_left,
-            is_counted=decision.is_restart_counted,
-        )
         with suppress(*USER_ERRORS):
             LogEvents()(event)
-        self._is_round_counted = event.is_counted
         self._call_observers(event)
 
-    def _record_lost_attempt(self, now: float) -> mpwatch.Attempt:
+    def _end_attempt(self, end: Restarting, failures: Iterable[mpwatch.ProcessFailure]) -> None:
+        """Every node publishes its end. A node that was dismissed may do so late."""
+        if end.is_counted:
+            self._counted.add(end.attempt + 1)
         start = self._round
-        assert start is not None
-        attempt = mpwatch.Attempt(
-            number=start.attempt,
-            ranks=tuple(range(start.world_size)),
-            started_at=start.time,
-            elapsed=max(0.0, now - start.time),
-            state=mpwatch.WorkerState.FAILED,
-            failures={loss.rank: loss for loss in self._losses},
-            root_cause=self._losses[0],
-            is_counted=self._is_round_counted,
-        )
-        self._lost_attempts.append(attempt)
-        return attempt
+        if start is not None and start.attempt == end.attempt:
+            self._attempts[start.attempt] = mpwatch.Attempt(
+                number=start.attempt,
+                ranks=tuple(range(start.world_size)),
+                started_at=start.time,
+                elapsed=max(0.0, end.time - start.time),
+                state=mpwatch.WorkerState.STOPPED if end.cause is None else mpwatch.WorkerState.FAILED,
+                failures={failure.rank: failure for failure in failures},
+                root_cause=end.cause,
+                reason=end.reason,
+                is_counted=start.attempt in self._counted,
+            )
 
     def _is_ending(self) -> bool:
         return self._is_stopping or self._has_outcome()
@@ -379,13 +381,15 @@ class Driver:
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
                 reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._not_restarted
-                attempts = tuple(self._lost_attempts)
+                attempts = tuple(self._attempts.values())
                 return replace(make_lost_result(self._losses), attempts=attempts, notes=make_restart_notes(reason, attempts))
             for error in (*errors, *late_errors):
                 raise error
         if results:
             result = merge_results(results)
-            return add_losses(replace(result, attempts=(*self._lost_attempts, *result.attempts)), self._losses)
+            known = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}
+            result = replace(result, attempts=tuple(known[number] for number in sorted(known)))
+            return add_losses(result, self._losses)
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -408,7 +412,7 @@ class Driver:
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         elif isinstance(event, Restarting):
-            self._is_round_counted = event.is_counted
+            self._end_attempt(event, [] if event.cause is None else [event.cause])
         self._call_observers(event)
 
     def _call_observers(self, event: Event) -> None:

@@ -24,6 +24,7 @@ from mpwatch.nodes.server import Link, Server
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.wire.resource_errors import with_remedy
 
 MAX_WAITING = 1000  # messages that wait for the driver, and what one read of a node adds; then the nodes wait
 
@@ -53,7 +54,12 @@ class JobServer:
         self._loop = Loop()
         self._is_closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="mpwatch-coordinator", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            listener.close()
+            self._loop.close()
+            raise LaunchError(with_remedy("the thread that serves the nodes cannot be started", error)) from error
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._is_closed.set)

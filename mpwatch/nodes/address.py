@@ -3,15 +3,21 @@
 import asyncio
 import errno
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
+from mpwatch.wire.resource_errors import with_remedy
 
 DEFAULT_PORT = 29400
 CONNECT_SECONDS = 0.5  # short, because the next try may find the machine up
 
+T = TypeVar("T")
 SocketAddress = tuple[socket.AddressFamily, Any]
 """An address family, and an address in the form that the socket functions need for it."""
 
@@ -33,17 +39,36 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def resolve(endpoint: Endpoint) -> list[SocketAddress]:
-    """Raises ConnectionError. A name service that does not answer delays this for as long as the resolver waits."""
+async def resolve(endpoint: Endpoint, until: float) -> list[SocketAddress]:
+    """Raises ConnectionError, also if the name service has not answered in time."""
     try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        async with asyncio.timeout_at(until):
+            found = await _call_in_thread(partial(socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM))
+    except (socket.gaierror, UnicodeError, TimeoutError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "no answer in time"
         raise ConnectionError(
             f"the name {endpoint.host!r} cannot be resolved ({reason}). Check its spelling and this machine's name service,"
             " or give the address instead"
         ) from error
     return [(family, address) for family, _, _, _, address in found]
+
+
+async def _call_in_thread(call: Callable[[], T]) -> T:
+    """The resolver cannot be interrupted, so a thread of its own waits for it, if need be longer than this function."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001  the event loop raises it
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="mpwatch-resolver", daemon=True).start()
+    except RuntimeError as error:
+        raise LaunchError(with_remedy("the thread that resolves a name cannot be started", error)) from error
+    return await asyncio.wrap_future(future)
 
 
 def is_local_address(address: SocketAddress) -> bool:

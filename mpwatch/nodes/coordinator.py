@@ -49,6 +49,7 @@ from mpwatch.nodes.messages import (
     NodeInfo,
     NodeLeaving,
     RanksStalled,
+    RanksStopped,
     Refused,
     StartAttempt,
     StepsHeld,
@@ -61,7 +62,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
-STOP_SECONDS = 10.0  # a node has this time after its grace period to stop its ranks and to report how they have ended
+STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long a job that has lost nodes waits for more than the least number of nodes
 TELL_SECONDS = 3.0  # after which a node is told that it still waits
 
@@ -134,9 +135,8 @@ class Coordinator:
 
     @property
     def deadline(self) -> float:
-        soonest = min(self._deadline, self._begin_at)
-        waiting = self._list_waiting() if self.stage is not JobStage.FINISHED else []
-        return min([soonest, *(min(member.leaves_at, member.tell_at) for member in waiting)])
+        waiting = self._list_waiting()
+        return min([self._deadline, self._begin_at, *(min(member.leaves_at, member.tell_at) for member in waiting)])
 
     # ---- nodes come and go
 
@@ -259,12 +259,15 @@ class Coordinator:
         if isinstance(message, AttemptReport):
             check_failures(message)
             member.port = message.port or member.port
-        if not isinstance(message, AttemptFailing | RanksStalled | StepsHeld | AttemptReport):
+        if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
             return []
         if message.attempt != attempt.number or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
             return []
         if isinstance(message, AttemptFailing):
             return self._fail(node, now)
+        if isinstance(message, RanksStopped):
+            attempt.stopped.add(node)
+            return []
         if isinstance(message, StepsHeld):
             return self._handle_held_steps(node, message)
         if isinstance(message, AttemptReport):
@@ -340,7 +343,7 @@ class Coordinator:
                 self.stage = JobStage.FINISHED
                 return []
             attempt = self._attempt
-            for node in sorted(attempt.active - attempt.reports.keys()):
+            for node in sorted(attempt.active - attempt.stopped - attempt.reports.keys()):
                 actions += self.lose(self._round[node].number, "it does not stop its ranks", now)
         if self.stage is JobStage.JOINING and now >= self._begin_at:
             actions += self._begin_if_complete(now)
@@ -395,7 +398,9 @@ class Coordinator:
         options, has_succeeded = self._rendezvous, decision.next_step is NextStep.DONE
         self._deadline = now + (options.exit_barrier_timeout if has_succeeded else options.node_timeout)
         over = Refused(f"job {self._run_id!r} is over")
-        actions += [Send(member.number, over) for member in self._list_waiting()]
+        for member in self._list_waiting():
+            del self._members[member.number]
+            actions.append(Send(member.number, over))
         self._finish_if_all_have_left()
         return actions
 

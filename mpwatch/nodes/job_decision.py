@@ -42,6 +42,8 @@ class JobAttempt:
     failure_order: list[int] = field(default_factory=list)
     """The nodes whose ranks have failed, in the order of their messages."""
     reports: dict[int, AttemptReport] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+    """The nodes whose ranks have exited, also before the report."""
     lost: dict[int, str] = field(default_factory=dict)
     """The reason for each lost node, the first one first."""
     collectives: dict[int, NodeCollectives] = field(default_factory=dict)

@@ -6,7 +6,7 @@ servers do not know a new node at once.
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from mpwatch.errors import LaunchError
 from mpwatch.nodes.address import Endpoint, SocketAddress, connect, is_local_address, listen, resolve
@@ -23,7 +23,7 @@ RETRY_OVER_SECONDS = 10.0  # for the end of an earlier job at the same endpoint
 
 
 class NodeConnection(Connection):
-    """A node's connection to the coordinator. `answer` is its first message."""
+    """A node's connection to the coordinator. `answer` is its first message, or why there is none."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class NodeConnection(Connection):
         lose: Callable[["NodeConnection"], object],
     ) -> None:
         super().__init__(secret, is_server=False)
-        self.answer: asyncio.Future[MessageToNode] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[MessageToNode | Exception] = asyncio.get_running_loop().create_future()
         self._make_info, self._handle, self._lose = make_info, handle, lose
         self._has_introduced_itself = False
 
@@ -48,31 +48,32 @@ class NodeConnection(Connection):
         message = decode_message(data)
         if not isinstance(message, MessageToNode):
             raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
-        if not self.answer.done():
-            self.answer.set_result(message)
+        self._set_answer(message)
         self._handle(self, message)
 
     def handle_invalid(self, error: InvalidMessageError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        self._set_answer(error)
         super().handle_invalid(error)
 
     def handle_end(self) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(ConnectionError(f"what listens there has ended the connection ({self.end})"))
+        self._set_answer(ConnectionError(f"what listens there has ended the connection ({self.end})"))
         self._lose(self)
+
+    def _set_answer(self, answer: MessageToNode | Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 class Joining:
-    """Connects one node, at first and after it was dismissed. `serve` starts the server on a listening socket."""
+    """Connects one node, at first and after it was dismissed. `make_server` gets the socket that will listen."""
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         make_connection: Callable[[], NodeConnection],
-        serve: Callable[[socket.socket], Awaitable[Server]],
+        make_server: Callable[[socket.socket], Server],
     ) -> None:
-        self._rendezvous, self._make_connection, self._serve = rendezvous, make_connection, serve
+        self._rendezvous, self._make_connection, self._make_server = rendezvous, make_connection, make_server
         self.endpoint = Endpoint.parse(rendezvous.endpoint)
         self.server: Server | None = None
 
@@ -83,7 +84,7 @@ class Joining:
         while True:
             now = monotonic()
             try:
-                await self._try(min(ANSWER_SECONDS, until - now), may_wait_for_end=now < started_at + RETRY_OVER_SECONDS)
+                await self._try(until, may_wait_for_end=now < started_at + RETRY_OVER_SECONDS)
                 return
             except SecretMismatchError as error:
                 raise LaunchError(f"{where}: what the coordinator sends is {error}") from error
@@ -101,12 +102,12 @@ class Joining:
     def describe(self, problem: str) -> str:
         return f"rendezvous of job {self._rendezvous.run_id!r} at {self.endpoint}: {problem}"
 
-    async def _try(self, answer_seconds: float, *, may_wait_for_end: bool) -> None:
-        connected = await connect(self.endpoint, await self._find_addresses())
+    async def _try(self, until: float, *, may_wait_for_end: bool) -> None:
+        connected = await connect(self.endpoint, await self._find_addresses(until))
         _, connection = await asyncio.get_running_loop().create_connection(self._make_connection, sock=connected)
-        answer: MessageToNode | None = None
+        answer: MessageToNode | Exception | None = None
         try:
-            async with asyncio.timeout(answer_seconds):
+            async with asyncio.timeout_at(min(until, monotonic() + ANSWER_SECONDS)):
                 answer = await connection.answer
         except TimeoutError:
             raise TimeoutError(
@@ -116,16 +117,18 @@ class Joining:
         finally:
             if not isinstance(answer, Joined):
                 connection.transport.abort()
+        if isinstance(answer, Exception):
+            raise answer
         if isinstance(answer, Refused):
             if answer.may_retry and self.server is None and may_wait_for_end:
                 raise ConnectionError(answer.reason)
             raise LaunchError(self.describe(answer.reason))
 
-    async def _find_addresses(self) -> list[SocketAddress]:
+    async def _find_addresses(self, until: float) -> list[SocketAddress]:
         """Raises ConnectionError. Starts the server, if this is its place."""
         is_host = self._rendezvous.is_host
         try:
-            addresses = [] if self.server is not None else resolve(self.endpoint)
+            addresses = [] if self.server is not None else await resolve(self.endpoint, until)
         except ConnectionError:
             if not is_host:
                 raise
@@ -134,7 +137,8 @@ class Joining:
         if self.server is None and (is_host or (local is not None and is_host is None)):
             listener = listen(self.endpoint, local, must_serve=bool(is_host))
             if listener is not None:
-                self.server = await self._serve(listener)
+                self.server = self._make_server(listener)
+                await self.server.start(listener)
         if self.server is None:
             return addresses
         host, port = self.server.address[:2]

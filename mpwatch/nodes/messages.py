@@ -113,6 +113,13 @@ class StepsHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksStopped:
+    """All ranks of this node have exited. The AttemptReport follows; it may have to wait for user code."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptReport:
     attempt: int
     outcome: AttemptOutcome
@@ -246,7 +253,16 @@ class AttemptDecision:
 
 
 MessageToCoordinator = (
-    NodeInfo | LinkHello | Beat | AttemptFailing | RanksStalled | StopRequest | StepsHeld | AttemptReport | NodeLeaving
+    NodeInfo
+    | LinkHello
+    | Beat
+    | AttemptFailing
+    | RanksStalled
+    | StopRequest
+    | StepsHeld
+    | RanksStopped
+    | AttemptReport
+    | NodeLeaving
 )
 MessageToNode = Beat | Joined | Refused | Dismissed | StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision
 Message = MessageToCoordinator | MessageToNode

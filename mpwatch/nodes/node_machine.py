@@ -37,6 +37,7 @@ from mpwatch.nodes.messages import (
     NodeLeaving,
     RankRecord,
     RanksStalled,
+    RanksStopped,
     StartAttempt,
     StepsHeld,
     StopAtStep,
@@ -178,6 +179,9 @@ class NodeMachine:
     def report_steps_held(self, step: int | None) -> list[NodeAction]:
         """The ranks of this node hold, and this is the highest step that one of them has passed."""
         return [] if self._is_over() else [StepsHeld(self.attempt, step)]
+
+    def report_ranks_stopped(self) -> list[NodeAction]:
+        return [RanksStopped(self.attempt)] if self._has_ranks else []
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
         if not self._has_ranks:

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,7 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.machine.transitions import (
     NO_LEASE,
+    CallStage,
     InterruptCause,
     Lease,
     StopReason,
@@ -63,6 +64,7 @@ from mpwatch.watcher.machine.transitions import (
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
 from mpwatch.watcher.watcher import Watcher
+from mpwatch.wire.resource_errors import with_remedy
 
 NodeUpdate = StartAttempt | StopAttempt | AttemptDecision | BaseException
 INTERRUPT_REASONS = {
@@ -95,24 +97,27 @@ class NodeThread:
         self._start_ranks: Callable[[list[RankSetup]], object]
         self._loop = Loop()
         self._loop.set_exception_handler(self._handle_bug)
-        self._joining = Joining(spec.rendezvous, self._make_connection, self._serve)
+        self._joining = Joining(spec.rendezvous, self._make_connection, self._make_server)
         self._machine = NodeMachine()
         self._connection: NodeConnection | None = None
         self._port_socket: socket.socket | None = None  # keeps the port reserved
         self._updates: deque[NodeUpdate] = deque()
         self._beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
         self._heard_at = self._beat_at = 0.0
-        self._turn: asyncio.Future[bool] = self._loop.create_future()  # whether this node joins again, when it is known
+        # Whether this node joins again, when it is known, or what has failed.
+        self._turn: asyncio.Future[bool | Exception] = self._loop.create_future()
         self._is_connecting = self._is_leaving = self._is_acknowledged = False
         self._thread = threading.Thread(target=self._run, name="mpwatch-node")
 
     # ---- called in the caller's thread
 
     def start(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object]) -> None:
-        """Start the thread. `start_ranks` makes the watcher start ranks and call them."""
+        """Start the thread. `start_ranks` makes the watcher start ranks and call them. Raises LaunchError."""
         self._watcher, self._deferred_log, self._start_ranks = watcher, watcher.deferred_log, start_ranks
-        self._task = self._loop.create_task(self._take_part())
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
+            raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
 
     def take_updates(self) -> list[NodeUpdate]:
         return [self._updates.popleft() for _ in range(len(self._updates))]
@@ -149,7 +154,8 @@ class NodeThread:
 
     def release(self) -> None:
         """Release what the constructor has opened, after `close` and when the watcher has ended."""
-        self._loop.close()
+        if self._thread.native_id is None:  # else the thread itself closes it, maybe later after several Ctrl-C
+            self._loop.close()
 
     def _join_thread(self) -> None:
         if self._thread.native_id is not None:
@@ -159,12 +165,14 @@ class NodeThread:
     # ---- called in the watcher thread
 
     def on_outcome_change(self, machine: CallMachine) -> None:
-        """A signal came, or the attempt failed or timed out. `machine` is that of the call."""
+        """A signal came, the attempt failed or timed out, or all ranks have exited. `machine` is that of the call."""
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post(lambda: self._machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post(self._machine.report_failing)
+        if machine.stage is CallStage.FINISHED and machine.signum is None:
+            self._post(self._machine.report_ranks_stopped)
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
         """See CollectiveMonitor."""
@@ -191,6 +199,14 @@ class NodeThread:
     # ---- the thread
 
     def _run(self) -> None:
+        with closing(self._loop):
+            self._task = self._loop.create_task(self._take_part())
+            try:
+                self._run_task()
+            finally:
+                self._loop.run_until_complete(self._close_sockets())
+
+    def _run_task(self) -> None:
         try:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
@@ -202,8 +218,6 @@ class NodeThread:
             self._notify_caller(AttemptDecision(NO_ATTEMPT, NextStep.FAILED, reason=reason))
         except BaseException as error:  # noqa: BLE001  a bug in mpwatch: the caller's thread raises it
             self._notify_caller(error)
-        finally:
-            self._loop.run_until_complete(self._close_sockets())
 
     def _notify_caller(self, update: NodeUpdate) -> None:
         self._updates.append(update)
@@ -216,7 +230,10 @@ class NodeThread:
             self._is_connecting = True
             await self._joining.run(until)
             self._is_connecting = False
-            is_joining = await self._turn
+            outcome = await self._turn
+            if isinstance(outcome, Exception):
+                raise outcome
+            is_joining = outcome
             self._turn = self._loop.create_future()
         self._watcher.post(self._watcher.loop.renew_lease, NO_LEASE)  # the ranks have their whole grace period
         if self._connection is not None:
@@ -232,13 +249,9 @@ class NodeThread:
         if self._port_socket is not None:
             self._port_socket.close()
 
-    def _end_turn(self, *, is_rejoining: bool) -> None:
+    def _end_turn(self, outcome: bool | Exception) -> None:
         if not self._turn.done():
-            self._turn.set_result(is_rejoining)
-
-    def _fail(self, error: Exception) -> None:
-        if not self._turn.done():
-            self._turn.set_exception(error)
+            self._turn.set_result(outcome)
 
     def _leave(self, seconds: float) -> None:
         self._is_leaving = True
@@ -254,7 +267,7 @@ class NodeThread:
         """A callback of the event loop has raised. An OSError is that of an accept: there is no descriptor left."""
         error = context.get("exception")
         if isinstance(error, Exception) and not isinstance(error, OSError):
-            self._fail(error)
+            self._end_turn(error)
         loop.default_exception_handler(context)
 
     # ---- the connection
@@ -307,7 +320,7 @@ class NodeThread:
             self._log_wait(message)
         elif isinstance(message, Refused):
             self._drop_connection()
-            self._fail(LaunchError(self._joining.describe(message.reason)))
+            self._end_turn(LaunchError(self._joining.describe(message.reason)))
         else:
             self._execute(self._machine.handle(message))
 
@@ -348,13 +361,13 @@ class NodeThread:
                 post(loop.agree_on_step, action.after_step, action.cause)
             elif isinstance(action, Rejoin):
                 self._drop_connection()
-                self._end_turn(is_rejoining=True)
+                self._end_turn(True)
             else:
                 if isinstance(action, StopAttempt):
                     post(loop.end_calls, StopReason.CANCELLED_BY_JOB)  # the caller's thread logs why
                 self._notify_caller(action)
         if self._machine.stage is NodeStage.FINISHED or self._may_leave():
-            self._end_turn(is_rejoining=False)
+            self._end_turn(False)
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
@@ -374,7 +387,7 @@ class NodeThread:
             earlier.close()
         return int(self._port_socket.getsockname()[1])
 
-    async def _serve(self, listener: socket.socket) -> Server:
+    def _make_server(self, listener: socket.socket) -> Server:
         host, port = listener.getsockname()[:2]
         if not is_loopback(host) and not self._rendezvous.key:
             self._log_warning(
@@ -382,9 +395,7 @@ class NodeThread:
                 " in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
             )
         coordinator = make_coordinator(self._spec, has_own_node=True)
-        server = Server(coordinator, self._rendezvous, self._log_warning)
-        await server.start(listener)
-        return server
+        return Server(coordinator, self._rendezvous, self._log_warning)
 
     def _log_warning(self, text: str) -> None:
         self._deferred_log.warning("%s", text)

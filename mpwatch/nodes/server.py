@@ -114,8 +114,10 @@ class Server:
         self._loop.call_later(self._check_seconds, self._check_peers)
 
     async def start(self, listener: socket.socket) -> None:
-        self.address = listener.getsockname()
-        self._server = await self._loop.create_server(self._make_peer, sock=listener, backlog=ACCEPTS)
+        self._listener, self.address = listener, listener.getsockname()
+        # This does not wait yet, so that `close` can be called if the task is cancelled in the next line.
+        self._server = await self._loop.create_server(self._make_peer, sock=listener, backlog=ACCEPTS, start_serving=False)
+        await self._server.start_serving()
         listener.listen(socket.SOMAXCONN)
 
     def _make_peer(self) -> _Peer:
@@ -123,6 +125,10 @@ class Server:
         return _Peer(self, self._numbers)
 
     async def close(self) -> None:
+        """All other tasks of the event loop must be those in which asyncio accepts connections."""
+        self._loop.remove_reader(self._listener)
+        if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(accepting)  # else asyncio would leave these connections open
         self._server.close()
         await close_all([*self._peers.values()])
 
@@ -159,8 +165,9 @@ class Server:
         if not isinstance(message, MessageToCoordinator) or peer.is_stranger is not is_first:
             raise InvalidMessageError(f"{type(message).__name__} is not expected now")
         if isinstance(message, NodeInfo):
-            peer.is_stranger, peer.framing.limit = False, MAX_BYTES
             self._execute(self._coordinator.join(peer.number, message, now))
+            if not peer.has_last_message:  # else it was refused, and stays a stranger
+                peer.is_stranger, peer.framing.limit = False, MAX_BYTES
         elif isinstance(message, LinkHello):
             if self._driver is None:
                 raise InvalidMessageError("no driver has started the nodes of this job")
@@ -200,10 +207,14 @@ class Server:
                 if isinstance(action.message, Refused | Dismissed):
                     peer.has_last_message = True
                     peer.transport.write_eof()
-                    self._loop.call_later(LINGER_SECONDS, peer.abort, "it has read the last message")
+                    self._loop.call_later(LINGER_SECONDS, self._abort, action.node)
         if self._coordinator.stage is JobStage.FINISHED and not self.finished.done():
             self.finished.set_result(None)
         self._set_deadline()
+
+    def _abort(self, number: int) -> None:
+        if (peer := self._peers.get(number)) is not None:
+            peer.abort("it has read the last message")
 
     def _set_deadline(self) -> None:
         if self._deadline is not None:

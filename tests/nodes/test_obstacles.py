@@ -2,13 +2,14 @@
 
 import re
 import socket
+import threading
 from contextlib import closing
 
 import pytest
 
 import mpwatch
 from nodes import tasks
-from nodes.harness import AT_ONCE
+from nodes.harness import AT_ONCE, WAIT_SECONDS
 
 JOIN_TIMEOUT = 1.5  # seconds, where no other node joins
 
@@ -66,6 +67,33 @@ def test_too_few_nodes_are_reported_in_time(job):
 def test_an_endpoint_where_nobody_is_is_named(job):
     job.start(rendezvous={"is_host": False})
     assert_refused(job.nodes[0].outcome(), rf"127\.0\.0\.1:{job.port}: nothing listens there\. .* is_host=True")
+
+
+@pytest.fixture
+def name_service(monkeypatch):
+    """An event that is set when a name service that does not answer has been asked."""
+    asked, is_over = threading.Event(), threading.Event()
+
+    def hang(*_, **__):
+        asked.set()
+        is_over.wait(WAIT_SECONDS)
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    yield asked
+    is_over.set()
+
+
+def test_a_name_service_that_does_not_answer_delays_no_timeout_and_no_stop(name_service):
+    rendezvous = mpwatch.Rendezvous("host.invalid", "job", 2)
+    with pytest.raises(mpwatch.LaunchError, match=r"`timeout` .* 'host\.invalid' cannot be resolved \(no answer in time\)"):
+        mpwatch.run(print, 1, rendezvous=rendezvous, timeout=0.5)
+    name_service.clear()
+    handle = mpwatch.submit(print, 1, rendezvous=rendezvous)
+    assert name_service.wait(AT_ONCE)
+    handle.terminate()
+    with pytest.raises(mpwatch.RunFailedError, match="terminate"):
+        handle.result(timeout=AT_ONCE)
 
 
 @pytest.mark.parametrize("is_host", [True, False])

@@ -1,5 +1,7 @@
 """Strangers at the port of the coordinator, while a job begins and runs: they change nothing but lines in the log."""
 
+import json
+import os
 import socket
 import threading
 from contextlib import ExitStack, closing, suppress
@@ -11,6 +13,16 @@ from nodes.harness import NODE_TIMEOUT
 MANY = 300  # connections; each of them is a descriptor of the node, too
 GREETING = b"mpwatch/1 " + b"0" * 32 + b" --------\n"
 PORT = {"secret": "of the job"}
+MAX_STRANGERS = 64  # as docs/explanation/security.md says
+NODE_OF_ANOTHER_JOB = {
+    "kind": "NodeInfo",
+    **dict.fromkeys(("run_id", "hostname", "address", "role"), "other"),
+    **dict.fromkeys(("port", "nprocs"), 1),
+    **dict.fromkeys(("grace_period", "join_timeout"), 1.0),
+    **dict.fromkeys(("rank", "seconds_left")),
+    "is_host": False,
+    "options": {},
+}
 
 
 def send(job, *pieces):
@@ -61,6 +73,22 @@ def can_connect(job):
         send(job).close()
         return True
     return False
+
+
+def test_refused_nodes_stay_strangers(job):
+    """They keep their connections open, but only few of them are kept."""
+    job.rendezvous["nnodes"] = 1
+    node = job.start()
+    world = job.await_world(1)
+    body = json.dumps(NODE_OF_ANOTHER_JOB).encode()
+    before = len(os.listdir(f"/proc/{node.pid}/fd"))
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_STRANGERS):
+            connection = stack.enter_context(closing(send(job, GREETING, len(body).to_bytes(4) + body)))
+            assert b"Refused" in b"".join(iter(lambda: connection.recv(1 << 16), b""))  # noqa: B023  called here
+        assert len(os.listdir(f"/proc/{node.pid}/fd")) - before < 1.5 * MAX_STRANGERS
+    world.order("return")
+    job.results()
 
 
 def test_what_was_recorded_in_another_connection_is_refused(job, eventually):

@@ -55,7 +55,7 @@ class Node:
         self.stop_step = None  # that the nodes have agreed on
         self.is_leaving = self.has_failing_env = False
         self.is_out = False  # it was refused, or has lost the coordinator
-        self.asleep_until, self.env_seconds = -STOP_SECONDS, 0.0
+        self.asleep_until, self.env_seconds, self.report_seconds = -STOP_SECONDS, 0.0, 0.0
 
     def connect(self):
         self.connection = self.job.connect(self)
@@ -137,6 +137,12 @@ class Node:
     def reap(self, outcome):
         self.ranks = Ranks.NONE
         if self.is_alive and outcome is not None:
+            self.execute(self.machine.report_ranks_stopped())
+            self.job.after(self.report_seconds, lambda: self.report(outcome))
+
+    @when_awake
+    def report(self, outcome):
+        if self.is_alive:
             failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
             self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 

@@ -104,6 +104,25 @@ def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
     assert len({node.decision.next_step for node in job.alive()}) <= 1
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_whose_program_is_busy_before_it_reports_is_not_lost(late):
+    """Its ranks have exited: it waits for a slow observer, for example."""
+    job = SimulatedJob(2, max_restarts=1)
+    job.nodes[late].report_seconds = 1000.0
+    job.after(20.0, job.nodes[0].fail_rank)
+    failed, done = job.run().decisions
+    assert (failed.root_cause_rank, failed.lost_nodes, failed.is_restart_counted) == (0, (), True)
+    assert (done.next_step, done.lost_nodes) == (NextStep.DONE, ())
+
+
+def test_a_node_that_still_waits_at_the_end_is_refused_and_then_told_no_more():
+    job = SimulatedJob(1, work=20.0)
+    job.after(19.0, lambda: job.add_node(10))
+    job.run()
+    assert job.nodes[10].is_out
+    assert job.coordinator.handle_deadline(job.now + 5.0) == []
+
+
 @pytest.mark.parametrize("n", [2, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
     quiet, job = SimulatedJob(n), SimulatedJob(n)
