@@ -361,6 +361,7 @@ class ItemMap:
     def _receive(self) -> list[IndexedValue]:
         """Wait until a value arrives or a call ends, and return the new outcomes."""
         __tracebackhide__ = True
+        self._group._check_process("map")
         outcomes, self._early = self._early, []
         self._view.update(self._done_count, self._failed_count)
         if not outcomes:
