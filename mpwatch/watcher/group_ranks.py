@@ -202,14 +202,12 @@ class GroupRanks:
 
         def wait() -> None:
             for call in calls:
-                if not call.is_posted:
+                if not call.is_posted and not is_stopped():
                     call.is_posted = True
                     watcher.post(watcher.loop.begin, call)
-            for signum in caller.signals.received:  # again, now that the calls have begun
-                caller.signals.post_interrupt(signum)
             caller.wait(lambda: until() or is_stopped(), deadline)
             if is_stopped():
-                caller.wait(lambda: all(call.has_ended() for call in calls))
+                caller.wait(lambda: all(call.has_ended() for call in calls if call.is_posted))
                 watcher.drain_output(LAST_DRAIN_SECONDS)
 
         try:
