@@ -82,6 +82,9 @@ def name_service(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     yield asked
     is_over.set()
+    for thread in threading.enumerate():
+        if thread.name == "mpwatch-resolver":
+            thread.join(WAIT_SECONDS)
 
 
 def test_a_name_service_that_does_not_answer_delays_no_timeout_and_no_stop(name_service):
