@@ -1,4 +1,4 @@
-"""Reads what ranks send, and makes events for the machines of it. Runs in the watcher thread.
+"""Reads what ranks send, makes events for the machines of it, and asks for stacks. Runs in the watcher thread.
 
     channel: messages ----------------------.
     stack pipe: stacks ---------------------+--> observations of the rank, and events

@@ -290,7 +290,7 @@ def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
     RunResult(WorkerState.STOPPED, events=tuple(events)).to_html(folder / "run.html")
 
 
-def test_each_type_of_event_is_drawn():
+def test_the_events_to_draw_are_of_all_types():
     assert {type(event) for event in SOME_EVENTS} == set(Event.__subclasses__())
 
 

@@ -16,7 +16,7 @@ The stages of a call:
 
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> FINISHED
     RUNNING --- a rank fails or is silent, a time limit passes, or EndCall ---> DUMPING_STACKS
-    RUNNING --- EndCall, the first Interrupted, or the Lease has run out ---> DUMPING_STACKS
+    RUNNING --- the first Interrupted, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> FINISHED
