@@ -53,7 +53,7 @@ IndexedValue = tuple[int, Any]  # the index of an item, and its value or ItemFai
 BUFFER_PER_RANK = 256  # items
 REPR_LENGTH = 200  # of an item in an ItemFailure
 MAX_LOSSES_AT_START = 3  # for each rank, if no rank has loaded the function meanwhile
-NO_OPTIONS = {  # of WorkerGroup
+NO_OPTIONS = {  # of `run` and WorkerGroup
     "backend": "ranks of map do not communicate",
     "timeout": "use heartbeat_timeout, the limit for an item",
     "keep_going": "use on_error='yield'",

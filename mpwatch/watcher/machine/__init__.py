@@ -1,1 +1,1 @@
-"""The state machine of a restart group. Read transitions.py first."""
+"""The state machine of a call. Read transitions.py first."""
