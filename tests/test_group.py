@@ -194,7 +194,7 @@ def test_an_idle_group_uses_no_cpu_time(eventually):
         assert count_switches(0) == count_switches(0.5)
 
 
-def test_a_call_of_a_warm_group_costs_at_most_two_milliseconds_of_the_program_s_time():
+def test_a_call_of_a_warm_group_costs_at_most_five_milliseconds_of_the_program_s_time():
     with WorkerGroup(2) as group:
         group.run(functions.rank)
         used = []
@@ -203,7 +203,7 @@ def test_a_call_of_a_warm_group_costs_at_most_two_milliseconds_of_the_program_s_
             for number in range(100):
                 assert list(group.run(functions.double, [number])) == [2 * number] * 2
             used.append(time.process_time() - before)
-        assert min(used) < 0.2
+        assert min(used) < 0.5
 
 
 def test_a_group_may_be_made_in_one_thread_and_used_in_others():
