@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -19,7 +20,9 @@ lock = threading.Lock()
 
 
 def list_mappings():
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if re.search(r"[:/]mpwatch-\S+ \(deleted\)$", line)
+    ]
 
 
 # --- Large data

@@ -52,7 +52,8 @@ def check_stopped(result, cause, ranks=2):
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGINT"), (signal.SIGRTMIN + 3, "signal 37")]
+    ("number", "name"),
+    [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGINT"), pytest.param(37, "signal 37", marks=pytest.mark.linux)],
 )
 def test_a_signal_stops_all_ranks_at_the_same_step(number, name):
     handler = signal.getsignal(number)

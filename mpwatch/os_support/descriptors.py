@@ -130,6 +130,9 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
     for level, kind, numbers in ancillary:
         if (level, kind) == (c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS):
             fds += (number for (number,) in struct.iter_unpack("i", numbers[: len(numbers) - len(numbers) % SIZE_OF_INT]))
+    if not MSG_CMSG_CLOEXEC:
+        for fd in fds:
+            os.set_inheritable(fd, False)
     return data, fds, bool(flags & c_socket.MSG_CTRUNC)
 
 

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
 # These signals ask a rank for its stacks. The first one has a handler in Python, the second one a handler in C (see
-# worker/stack_dumps.py). They are real-time signals, which few programs use. If they are None, they are not sent.
-PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None
-NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+# worker/stack_dumps.py). Few programs use real-time signals, and few use these two of macOS, which has no real-time signals.
+# If they are None, they are not sent.
+PYTHON_DUMP_SIGNAL: int | None
+NATIVE_DUMP_SIGNAL: int | None
+if hasattr(signal, "SIGRTMAX"):
+    PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL = signal.SIGRTMAX - 4, signal.SIGRTMAX - 3
+else:
+    PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL = getattr(signal, "SIGINFO", None), getattr(signal, "SIGEMT", None)
 
 
 def name_signal(number: int) -> str:

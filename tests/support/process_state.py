@@ -21,9 +21,9 @@ RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # of a test that checks f
 
 
 def children() -> set[int]:
-    """Return the direct children of this process, including zombies, as the kernel lists them."""
+    """Return the direct children of this process, including zombies, as Linux lists them. Other systems list none."""
     found = set()
-    for task in Path("/proc/self/task").iterdir():
+    for task in Path("/proc/self/task").glob("*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
@@ -31,11 +31,13 @@ def children() -> set[int]:
 
 def descriptors() -> dict[int, str]:
     found = {}
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir("/dev/fd"):
         try:
-            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+            found[int(entry)] = os.readlink(f"/dev/fd/{entry}")
         except FileNotFoundError:  # the descriptor of listdir itself
             continue
+        except OSError:  # of macOS, where these are no links
+            found[int(entry)] = ""
     return found
 
 
@@ -59,7 +61,7 @@ def state() -> dict[str, object]:
         "children": children(),
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
-        "shared memory": {name for name in os.listdir("/dev/shm") if is_own_shared_memory(name)},
+        "shared memory": {path.name for path in Path("/dev/shm").glob("*") if is_own_shared_memory(path.name)},
         "temporary files": {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("mpwatch")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -78,7 +80,12 @@ def difference(before, after):
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether this process runs. A zombie does not."""
+    """Return whether this process runs. A zombie does not, where there is /proc."""
+    if not Path("/proc").exists():
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return True
+        return False
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -90,8 +90,8 @@ def suspend(program):
     wait_until(lambda: catches_ctrl_z(program.process.pid))
     before = cpu_seconds(program.pids)
     program.signal(signal.SIGTSTP)
-    stopped = os.waitid(os.P_PID, program.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    assert stopped.si_code == os.CLD_STOPPED, program.process.communicate()
+    _, status = os.waitpid(program.process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), program.process.communicate()
     check_suspension(program.pids, before)
 
 

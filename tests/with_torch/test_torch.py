@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -108,7 +109,9 @@ def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(
 
 def list_mappings():
     """Return the address ranges of the memory that mpwatch has mapped in this process."""
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+    lines = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if re.search(r"[:/]mpwatch-\S+ \(deleted\)$", line)
+    ]
     return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
 
 

@@ -11,8 +11,9 @@ points:
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
   that the rank starts. Before the rank's first instruction, mpwatch also sets the CPUs, the environment, stdin, stdout and
   stderr of the rank. The rank's stdin is empty.
-- If the system has pidfds, the sentinel of a rank is a pidfd. The sentinel of an ordinary multiprocessing.Process is a pipe.
-  A process that the child has forked can keep this pipe open after the child's death.
+- The sentinel of a rank is a pidfd, or, where the system has none, a pipe that a thread closes at the rank's death. The
+  sentinel of an ordinary multiprocessing.Process is a pipe of the child, which a process that the child has forked keeps
+  open, and `os.exec` closes.
 
 Guarantee: mpwatch kills the process group of a dead rank before it reaps the rank. Until a rank is reaped, no other process
 can get the rank's pid.
@@ -28,7 +29,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
@@ -54,8 +54,6 @@ RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watc
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
 UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
 TOLERATE_FAILURE = suppress(ProcessLookupError, PermissionError)  # a setuid helper, for example, may not be signalled
-STATUS_SECONDS = 0.05  # a sentinel that is a pipe becomes readable shortly before the exit code is there
-POLL_SECONDS = 0.001
 
 
 class Surroundings(NamedTuple):
@@ -94,6 +92,7 @@ class RankPopen(Popen):
         self._lock = threading.Lock()
         self._is_reaped = False
         self._is_exit_code_known = True
+        self._exit_thread: threading.Thread | None = None
         super().__init__(process)  # calls `_launch`
 
     def _launch(self, process: "_WatchedProcess") -> None:
@@ -118,11 +117,16 @@ class RankPopen(Popen):
                 os.close(child_r)
             stack.callback(os.waitpid, self.pid, 0)
             stack.callback(os.kill, self.pid, signal.SIGKILL)
-            pidfd = open_pidfd(self.pid)
-            if pidfd is not None:
-                stack.callback(os.close, pidfd)
-            # The pipe stays open, because parent_process() in the child watches it. Without a pidfd it is also the sentinel.
-            self.sentinel = parent_w if pidfd is None else pidfd
+            pidfd, writer = open_pidfd(self.pid), None
+            if pidfd is None:
+                pidfd, writer = os.pipe()
+                stack.callback(os.close, writer)
+            stack.callback(os.close, pidfd)
+            if writer is not None:
+                self._exit_thread = threading.Thread(target=self._close_at_exit, args=[writer], daemon=True)
+                self._exit_thread.start()
+            self.sentinel = pidfd
+            # The pipe to the child stays open, because parent_process() in the child watches it.
             self.finalizer = make_fds_finalizer(self, {parent_w, self.sentinel})
             stack.pop_all()
 
@@ -138,23 +142,32 @@ class RankPopen(Popen):
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, UNKNOWN_EXIT if the system has lost it, or None while the rank runs. Does not reap."""
+        block = not flag & os.WNOHANG
+        if self._exit_thread is None:
+            self._store_exit_code(block=block)
+        elif block:
+            self._exit_thread.join()
+        return self.returncode
+
+    def _store_exit_code(self, *, block: bool) -> None:
         if self.returncode is not None:
-            return self.returncode
+            return
         try:
             # Without the lock: another thread may join the rank meanwhile, and must not keep the watcher from stopping it.
-            code, is_known = peek_exit_code(self.pid, block=not flag & os.WNOHANG), True
+            code, is_known = peek_exit_code(self.pid, block=block), True
         except ChildProcessError:
             code, is_known = UNKNOWN_EXIT, False
         with self._lock:
             if self.returncode is None:
                 self._is_exit_code_known, self.returncode = is_known, code
-            return self.returncode
+
+    def _close_at_exit(self, writer: int) -> None:
+        self._store_exit_code(block=True)
+        os.close(writer)
 
     def read_exit_code(self) -> int | None:
         """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger (ptrace) has it."""
-        deadline = monotonic() + STATUS_SECONDS
-        while (code := self.poll()) is None and monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        code = self.poll()
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
@@ -191,6 +204,8 @@ class RankPopen(Popen):
                 with suppress(ChildProcessError):  # other code has reaped it
                     os.waitpid(self.pid, os.WNOHANG)
                 self._is_reaped = True
+        if self._exit_thread is not None:
+            self._exit_thread.join()
         self._release()
 
     def abandon(self) -> None:

@@ -228,9 +228,11 @@ class Rank:
         """Not a stopped rank, nor one that has replaced itself with another program. One that has closed its end of the
         stack pipe must not: the descriptor may belong to another file now.
         """
-        state = read_process_state(self.process.pid)
-        if state is None or signum is None:
+        if signum is None:
             return False
+        state = read_process_state(self.process.pid)
+        if state is None:  # there is no /proc; or the process has just ended, and a signal does nothing
+            return self.is_ready and self.channel.fileno() != -1
         self.observations.process_state = state.letter
         if state.letter in "TtZX" or not state.catches(signum):
             return False

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,9 @@ both_ways = pytest.mark.parametrize("sent", [send_as_argument, send_as_value])
 
 def list_mappings():
     """Return the address ranges of mapped files in this process."""
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+    lines = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if re.search(r"[:/]mpwatch-\S+ \(deleted\)$", line)
+    ]
     return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
 
 

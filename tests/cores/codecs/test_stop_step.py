@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from contextlib import contextmanager
+from tempfile import TemporaryFile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +15,11 @@ from mpwatch.wire.stop_step import CLEARED, StopMemory, StopReader
 @contextmanager
 def make_ranks(count):
     """Yield for each rank its StopReader and the watcher's StopMemory."""
-    fd = os.memfd_create("mpwatch-test")
-    os.write(fd, CLEARED * count)
-    memory = mmap.mmap(fd, len(CLEARED) * count)
     starts = [rank * len(CLEARED) for rank in range(count)]
-    try:
-        yield [StopReader(memory, start) for start in starts], [StopMemory(fd, start) for start in starts]
-    finally:
-        os.close(fd)  # the readers keep the mapping, as in a rank
+    with TemporaryFile(buffering=0) as file:
+        file.write(CLEARED * count)
+        memory = mmap.mmap(file.fileno(), len(CLEARED) * count)
+        yield [StopReader(memory, start) for start in starts], [StopMemory(file.fileno(), start) for start in starts]
 
 
 def agree(memories):

@@ -1,6 +1,7 @@
 """The shared memory in which a rank leaves its heartbeats and reports: a half-written report is no report."""
 
 import os
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -9,10 +10,9 @@ from mpwatch.wire.shared_memory import HEARTBEAT_AT, HEARTBEAT_SIZE, SLOT_SIZE, 
 
 @pytest.fixture
 def memory():
-    fd = os.memfd_create("mpwatch-test")
-    os.ftruncate(fd, 2 * SLOT_SIZE)
-    yield fd
-    os.close(fd)
+    with TemporaryFile(buffering=0) as file:
+        file.truncate(2 * SLOT_SIZE)
+        yield file.fileno()
 
 
 def test_a_slot_has_the_last_heartbeat_and_the_last_report(memory):

@@ -120,6 +120,7 @@ def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
+@pytest.mark.linux
 def test_a_suspended_rank_is_reported_as_such_and_continued_so_that_it_can_end(barrier):
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first") as caught:
         mpwatch.run(failing.fails_beside_a_suspended_rank, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)

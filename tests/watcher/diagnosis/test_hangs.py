@@ -26,6 +26,7 @@ def test_the_last_reports_are_in_the_result_also_that_of_a_killed_rank():
 
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
+@pytest.mark.linux
 def test_silent_ranks_are_failures_with_all_stacks():
     began, text = time.monotonic(), r"^rank [123] was silent for [\d.]+ s \(heartbeat_timeout=1\)"
     fn, options = heartbeat_functions.stop_heartbeats_in_three_ways, {"heartbeat_timeout": 1.0, "grace_period": 0.5}

@@ -60,6 +60,7 @@ def get_devices():
 
 
 @need_two_cpus
+@pytest.mark.linux
 def test_ranks_are_bound_before_their_interpreter_starts(tmp_path):
     tmp_path.joinpath("sitecustomize.py").write_text("import os, sys\nsys.affinity_at_start = os.sched_getaffinity(0)\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -68,6 +69,7 @@ def test_ranks_are_bound_before_their_interpreter_starts(tmp_path):
 
 
 @need_two_cpus
+@pytest.mark.linux
 def test_cores_are_split_among_the_ranks_also_if_one_is_restarted():
     policy = mpwatch.RestartPolicy(1, scope="worker")
     first, second = mpwatch.run(fail_at_first, 2, placement="cores", max_restarts=policy)
@@ -77,6 +79,7 @@ def test_cores_are_split_among_the_ranks_also_if_one_is_restarted():
 
 
 @need_two_cpus
+@pytest.mark.linux
 def test_the_ranks_of_a_group_and_those_that_replace_them():
     with WorkerGroup(2, placement=choose_one, scope="worker") as group:
         before = list(group.run(get_affinity))
@@ -86,6 +89,7 @@ def test_the_ranks_of_a_group_and_those_that_replace_them():
 
 
 @need_two_cpus
+@pytest.mark.linux
 def test_all_other_threads_and_processes_of_the_caller_stay_unbound():
     """They are looked at while a rank runs."""
     seen = {}
@@ -100,17 +104,30 @@ def test_all_other_threads_and_processes_of_the_caller_stay_unbound():
     assert set(map(frozenset, seen.values())) == {frozenset(ALLOWED)}
 
 
+@pytest.mark.skipif(hasattr(os, "sched_setaffinity"), reason="this system can bind a process to CPUs")
+def test_a_system_that_cannot_bind_says_so():
+    with pytest.raises(ValueError, match="this system cannot bind a process to CPUs"):
+        mpwatch.run(os.getpid, 1, placement="cores")
+
+
 @pytest.mark.parametrize(
     ("nprocs", "placement", "error", "text"),
     [
-        (len(ALLOWED) + 1, "cores", ValueError, rf"needs a CPU for each of the {len(ALLOWED) + 1} ranks"),
-        (
+        pytest.param(
+            len(ALLOWED) + 1,
+            "cores",
+            ValueError,
+            rf"needs a CPU for each of the {len(ALLOWED) + 1} ranks",
+            marks=pytest.mark.linux,
+        ),
+        pytest.param(
             2,
             lambda _: None,
             TypeError,
             "the function in placement returned for rank 0 must be a set of CPU numbers, not None",
+            marks=pytest.mark.linux,
         ),
-        (2, lambda _: 1 // 0, ZeroDivisionError, "by zero"),
+        pytest.param(2, lambda _: 1 // 0, ZeroDivisionError, "by zero", marks=pytest.mark.linux),
         (2, Placement(gpus="own"), ValueError, "but there is no GPU that the ranks can see"),
     ],
 )

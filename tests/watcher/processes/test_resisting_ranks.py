@@ -133,6 +133,7 @@ def freezer(eventually):
     folder.rmdir()
 
 
+@pytest.mark.linux
 def test_a_rank_that_not_even_sigkill_ends(freezer, caplog):
     """It behaves like a rank in uninterruptible sleep. The log names it. Later it can end."""
     outcome = Outcome(GRACE, f.fails_beside_a_frozen_rank, str(freezer))
