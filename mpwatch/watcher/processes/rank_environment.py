@@ -89,7 +89,7 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
 
 
 def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
-    """Calls the user's functions in `env` and `placement`, and raises what they raise. ValueError: no CPUs can be chosen here.
+    """Calls the user's functions in `env` and `placement`, and raises what they raise.
 
     MASTER_ADDR and MASTER_PORT from the user's `env` replace those of the Workers.
     """
