@@ -4,6 +4,7 @@ In Linux each thread has an affinity, which is the set of CPUs on which it may r
 the affinity of the thread that starts them.
 """
 
+import errno
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
     if cpus is None:
         yield
         return
+    if not can_set_affinity():
+        raise OSError(errno.ENOTSUP, "this system cannot bind a process to CPUs; leave out the CPUs of placement")
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)

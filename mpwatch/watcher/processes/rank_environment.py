@@ -14,7 +14,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.cgroups import read_cpu_quota
-from mpwatch.os_support.cpu_affinity import can_set_affinity, get_allowed_cpus
+from mpwatch.os_support.cpu_affinity import get_allowed_cpus
 from mpwatch.os_support.hardware import count_usable_cpus
 from mpwatch.watcher.processes.accelerators import find_torch_accelerators, is_cpu_only, read_torch_builds
 from mpwatch.watcher.processes.binding import Binding, bind_rank, read_cores
@@ -94,10 +94,6 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
     MASTER_ADDR and MASTER_PORT from the user's `env` replace those of the Workers.
     """
     cpus, accelerators = spec.cpus_and_gpus.cpus, find_torch_accelerators()
-    if cpus is not None and not can_set_affinity():
-        raise ValueError(
-            "this system cannot bind a process to CPUs (os.sched_setaffinity is missing): leave out placement.cpus"
-        )
     needs_devices = spec.cpus_and_gpus.gpus is not None or cpus == "numa"
     builds = read_torch_builds() if needs_devices else set()
     cores = [] if cpus is None else read_cores(get_allowed_cpus(), root)
