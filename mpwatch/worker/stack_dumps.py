@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_FRAMES = 100  # of a thread, as in faulthandler
+MAX_DUMP = 60_000  # bytes of all stacks: what is more than a pipe holds would be lost, and the end mark with it
 MAX_NAME = 500  # characters, as in faulthandler
 
 c_enable = faulthandler.enable
@@ -100,12 +101,13 @@ class StackWriter:
         self._main_thread = main_thread
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
-        self._write(_format_stack("Current thread", self._main_thread, frame))  # at once, so that the watcher sees it begin
+        main = _format_stack("Current thread", self._main_thread, frame)
+        self._write(main)  # at once, so that the watcher sees it begin
         frames = sys._current_frames()
         # A variable that refers to this frame would keep the frame alive, with all frames and variables of the main thread.
         del frames[self._main_thread]
         others = [b"\n" + _format_stack("Thread", thread, innermost) for thread, innermost in frames.items()]
-        self._write(b"".join(others) + STACKS_END)
+        self._write(b"".join(others)[: MAX_DUMP - len(main)] + STACKS_END)
 
     def _write(self, data: bytes) -> None:
         with suppress(OSError):  # the pipe is full or closed

@@ -1,7 +1,7 @@
 """Takes away what only Linux has, so that mpwatch goes its portable ways: `tox run -e portable` puts this on the path.
 
-Python imports this module at its start, in the tests and in each process that they start. The names are then those of
-macOS. The kernel is still Linux, so this does not show how another kernel behaves.
+Python imports this module at its start, in the tests and in the ranks. The kernel is still Linux, and `sys.platform` is
+"linux", so this does not show how another kernel behaves.
 """
 
 import _socket

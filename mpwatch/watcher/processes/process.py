@@ -11,7 +11,7 @@ points:
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
   that the rank starts. Before the rank's first instruction, mpwatch also sets the CPUs, the environment, stdin, stdout and
   stderr of the rank. The rank's stdin is empty.
-- The sentinel of a rank is a pidfd, or, where the system has none, a pipe that a thread closes at the rank's death. The
+- The sentinel of a rank is a pidfd or, where the system has none, a socket that a thread shuts down at its death. The
   sentinel of an ordinary multiprocessing.Process is a pipe of the child, which a process that the child has forked keeps
   open, and `os.exec` closes.
 
@@ -27,8 +27,10 @@ import io
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
@@ -52,6 +54,8 @@ from mpwatch.wire.launch import LaunchInfo, RankProcess
 
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
+STATUS_SECONDS = 0.05  # after the end of a rank that is traced, as by strace: the tracer gets the exit code first
+POLL_SECONDS = 0.001
 UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
 TOLERATE_FAILURE = suppress(ProcessLookupError, PermissionError)  # a setuid helper, for example, may not be signalled
 
@@ -117,18 +121,23 @@ class RankPopen(Popen):
                 os.close(child_r)
             stack.callback(os.waitpid, self.pid, 0)
             stack.callback(os.kill, self.pid, signal.SIGKILL)
-            pidfd, writer = open_pidfd(self.pid), None
-            if pidfd is None:
-                pidfd, writer = os.pipe()
-                stack.callback(os.close, writer)
-            stack.callback(os.close, pidfd)
-            if writer is not None:
-                self._exit_thread = threading.Thread(target=self._close_at_exit, args=[writer], daemon=True)
-                self._exit_thread.start()
-            self.sentinel = pidfd
+            pidfd = open_pidfd(self.pid)
+            self.sentinel = self._start_exit_thread() if pidfd is None else pidfd
             # The pipe to the child stays open, because parent_process() in the child watches it.
             self.finalizer = make_fds_finalizer(self, {parent_w, self.sentinel})
             stack.pop_all()
+
+    def _start_exit_thread(self) -> int:
+        """Return a descriptor that becomes readable when the rank has ended."""
+        ours, theirs = socket.socketpair()
+        self._exit_thread = threading.Thread(target=self._shut_down_at_exit, args=[theirs], name="mpwatch exit", daemon=True)
+        try:
+            self._exit_thread.start()
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        return ours.detach()
 
     def _pickle(self, process: "_WatchedProcess") -> bytes:
         data = io.BytesIO()
@@ -161,13 +170,16 @@ class RankPopen(Popen):
             if self.returncode is None:
                 self._is_exit_code_known, self.returncode = is_known, code
 
-    def _close_at_exit(self, writer: int) -> None:
-        self._store_exit_code(block=True)
-        os.close(writer)
+    def _shut_down_at_exit(self, end: socket.socket) -> None:
+        with end:
+            self._store_exit_code(block=True)
+            end.shutdown(socket.SHUT_RDWR)  # a close would not reach the other end while a fork of this program has a copy
 
     def read_exit_code(self) -> int | None:
         """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger (ptrace) has it."""
-        code = self.poll()
+        deadline = monotonic() + STATUS_SECONDS
+        while (code := self.poll()) is None and monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
@@ -209,7 +221,9 @@ class RankPopen(Popen):
         self._release()
 
     def abandon(self) -> None:
-        """Close the descriptors of a rank that cannot be killed or reaped. It will be a zombie until the program ends."""
+        """Close the descriptors of a rank that cannot be killed or reaped. Without an exit thread it will be a zombie until
+        the program ends.
+        """
         with self._lock:
             self._is_reaped = True
         self._release()

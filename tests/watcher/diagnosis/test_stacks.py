@@ -31,7 +31,6 @@ def test_stacks_of_a_rank_that_holds_the_gil_in_c():
     assert "in holds_the_gil" in error.result.stacks[0]
 
 
-@pytest.mark.linux  # where a pipe can hold so many
 def test_stacks_of_all_threads():
     error = error_beside(stack_functions.waits_with_many_threads)
     main, *others = error.result.stacks[0].split("\n\n")
