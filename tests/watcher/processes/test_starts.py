@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -127,18 +126,3 @@ def test_ps_shows_which_rank_of_which_run_a_process_is():
     result = mpwatch.run(fn, 2)
     name, run = "fn=tr???in?[2J" + "x" * 69, f"run={result.workers[0].run_id[:8]}"
     assert [command[-4:] for command in result] == [["mpwatch", f"rank={rank}/2", name, run] for rank in (0, 1)]
-
-
-def exits_while_it_is_traced():
-    command = ["strace", "-f", "-o", os.devnull, "-p", str(os.getpid())]
-    subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    while "TracerPid:\t0" in Path("/proc/self/status").read_text():
-        os.sched_yield()
-    os._exit(7)
-
-
-@pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
-def test_the_exit_code_of_a_rank_that_is_traced():
-    """The tracer gets it first."""
-    result = mpwatch.run(exits_while_it_is_traced, 4, check=False)
-    assert result.root_cause.exit_code == 7
