@@ -37,7 +37,6 @@ SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
     "trainers/test_accelerate.py",
     "trainers/test_lightning_results.py",
     "trainers/test_moving.py",
-    "watcher/test_frozen_time.py",
     "with_torch/test_torch.py",
 }
 

@@ -8,21 +8,14 @@ from freezegun import freeze_time
 import mpwatch
 from mpwatch import FailureKind, RestartPolicy
 from support.failing import wait_to_be_stopped
+from support.programs import in_own_process
 from watcher.frozen_functions import is_deaf_to_sigterm, is_silent_in_frozen_time_in_the_first_attempt
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _load_lazy_modules():
-    """Let freezegun read each attribute of each module, which loads modules, before the state of this process is compared."""
-    pytest.importorskip("sklearn")  # which a lazy module may import: it sets a variable of the environment
-    with freeze_time("2020-01-01"):
-        pass
-
 
 with_changed_time = pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
 
 
 @with_changed_time
+@in_own_process  # freezegun reads each attribute of each module, and those of some packages load more modules
 def test_timeouts_and_grace_periods_expire(is_ticking):
     with freeze_time("2020-01-01", tick=is_ticking):
         with pytest.raises(mpwatch.RunTimeoutError, match=r"within timeout=0\.5 s"):
@@ -39,6 +32,7 @@ def test_timeouts_and_grace_periods_expire(is_ticking):
 
 
 @with_changed_time
+@in_own_process  # freezegun reads each attribute of each module, and those of some packages load more modules
 def test_silent_ranks_are_noticed_and_restarted_after_a_delay(is_ticking):
     policy = RestartPolicy(1, delay=0.05, retry_if=FailureKind.HANG)
     fn = is_silent_in_frozen_time_in_the_first_attempt
