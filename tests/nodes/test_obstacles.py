@@ -11,7 +11,7 @@ import mpwatch
 from nodes import tasks
 from nodes.harness import AT_ONCE, WAIT_SECONDS
 
-JOIN_TIMEOUT = 1.5  # seconds, where no other node joins
+JOIN_TIMEOUT = 3.0  # seconds, where no other node joins
 
 
 @pytest.fixture(autouse=True)
