@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import RunHandle
+    from mpwatch.running_jobs import Job, attach, jobs
     from mpwatch.script import Script
     from mpwatch.version import __version__
     from mpwatch.worker.context import current_worker, heartbeat, report, request_stop, should_stop
@@ -42,6 +43,7 @@ __all__ = [
     "FailureKind",
     "ItemFailedError",
     "ItemFailure",
+    "Job",
     "LaunchError",
     "LogSpec",
     "MpwatchError",
@@ -63,8 +65,10 @@ __all__ = [
     "WorkerSpec",
     "WorkerState",
     "__version__",
+    "attach",
     "current_worker",
     "heartbeat",
+    "jobs",
     "main",
     "map",
     "report",
@@ -95,6 +99,7 @@ _NAMES = {  # by module
     ".results.model": ("Attempt", "Progress", "WorkerState"),
     ".results.run_result": ("RunResult",),
     ".run_handle": ("RunHandle",),
+    ".running_jobs": ("Job", "attach", "jobs"),
     ".script": ("Script",),
     ".version": ("__version__",),
     ".worker.context": ("current_worker", "heartbeat", "report", "request_stop", "should_stop"),

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpwatch.events.types import WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
@@ -53,6 +53,7 @@ from mpwatch.watcher.rank_reader import RankReader
 from mpwatch.watcher.stop_agreements import StopAgreements
 from mpwatch.watcher.suspension import Suspension, suspend_processes
 from mpwatch.watcher.timers import Timers
+from mpwatch.watcher.visitors import Visitors
 from mpwatch.wire.messages import MessageKind
 
 RESIST_SECONDS = 1.0  # after Ctrl-C: then the ranks that have not ended are named
@@ -147,7 +148,7 @@ class EventLoop:
 
     def run(self) -> None:
         """Work until `end` or `shut_down` was posted and no rank is left. Raises LaunchError."""
-        with self._pool:
+        with self._pool, Visitors(self._pool.selector, self._answer_visitor):
             self._pool.selector.add(self._inbox.wakeup.fileno(), list)
             self._settle()
             while not self._is_ending or self._pool.alive or self._calls:
@@ -308,6 +309,23 @@ class EventLoop:
 
     def send_stacks(self, receive: Callable[[Stacks], object]) -> None:
         self._reader.send_stacks(receive, self._ranks.values())
+
+    def _answer_visitor(self, question: Mapping[str, Any], receive: Callable[[object], object]) -> None:
+        """Answer another program, see running_jobs.py. None: it asks what this version does not know."""
+        asked = question.get("ask")
+        if asked == "status":
+            statuses = current_statuses(self._ranks.values(), self._pool)
+            started_at = self._event_bus.wall_time(self._event_bus.started_at)
+            receive((self._event_bus.run_id, self._spec.fn_name, started_at, self.state, statuses))
+        elif asked == "stacks":
+            self._inbox.post(partial(self.send_stacks, receive))
+        elif asked == "stop":
+            event = m.StopRequested(f"request_stop() in process {question.get('pid')}")
+            for call in list(self._calls) if self._keep_ranks else [None]:
+                self._inbox.post(partial(self.request_stop, event, call))
+            receive(True)
+        else:
+            receive(None)
 
     # ---- calls and ranks
 

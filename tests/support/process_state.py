@@ -16,6 +16,7 @@ from pathlib import Path
 
 SEMAPHORE_PREFIX = f"sem.mpwatch-test-{os.getpid()}-"  # of this process and its ranks: see _start_resource_tracker
 TAG = f"MPWATCH_TESTS={os.environ.get('MPWATCH_TESTS', '')}"  # in the environment of all processes of these tests: see isolation.py
+SOCKETS = Path(f"/tmp/mpwatch-{os.geteuid()}")  # of jobs that other programs may look into
 SPAWN = multiprocessing.get_context("spawn")
 RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # of a test that checks for leaks; `tox -e chaos` sets more
 
@@ -62,7 +63,9 @@ def state() -> dict[str, object]:
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
         "shared memory": {path.name for path in Path("/dev/shm").glob("*") if is_own_shared_memory(path.name)},
-        "temporary files": {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("mpwatch")},
+        "temporary files": {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("mpwatch")}
+        - {SOCKETS.name},
+        "sockets": {path.name for path in SOCKETS.glob(f"{os.getpid()}-*")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},

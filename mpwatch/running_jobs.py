@@ -1,0 +1,214 @@
+"""Look into jobs that other programs of this user run on this machine: `jobs`, `attach` and `Job`."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpwatch.live_view.live import LiveView
+from mpwatch.live_view.select import select_display
+from mpwatch.results.collective import Collective
+from mpwatch.results.model import Progress, WorkerState
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.report import format_count
+from mpwatch.results.stacks import Stacks
+from mpwatch.version import __version__
+from mpwatch.wire.visits import SUFFIX, ask, check_folder, find_folder
+
+ANSWER_SECONDS = 5.0  # a watcher that lives answers in milliseconds, stacks within two seconds
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What one watcher answers. A job of several nodes on this machine has one for each node."""
+
+    run_id: str
+    fn: str
+    started_at: float
+    state: WorkerState
+    ranks: Sequence[RankStatus]
+
+
+class Job:
+    """A run, or a WorkerGroup, of another program of this user on this machine. `jobs` and `attach` make it.
+
+    Each method asks the program anew, and raises LookupError if the job has ended, or TimeoutError if the program does not
+    answer within five seconds, for example because it is suspended. The job does not notice the visit.
+
+    Attributes:
+        run_id: the run_id of the run.
+        pids: the pid of the program, or of each node's program if several nodes are on this machine.
+        fn: the name of the function, or "" for a WorkerGroup.
+        started_at: seconds since the epoch.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self.pids = tuple(sorted({_pid_of(path) for path in paths}))
+        status = self._ask_status()
+        self.run_id, self.fn, self.started_at = status.run_id, status.fn, status.started_at
+
+    @property
+    def state(self) -> WorkerState:
+        """The present state of the ranks, as `RunHandle.state`."""
+        return self._ask_status().state
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that run on this machine."""
+        return tuple(status.rank for status in self._ask_status().ranks)
+
+    def stacks(self) -> Stacks:
+        """Return the present stacks of each rank, as `RunHandle.stacks`."""
+        found = self._ask({"ask": "stacks"})
+        return Stacks(
+            {rank: stack for stacks in found for rank, stack in stacks.items()},
+            {rank: call for stacks in found for rank, call in stacks.collectives.items()},
+            "\n".join(stacks.verdict for stacks in found if stacks.verdict),
+        )
+
+    def collectives(self) -> dict[int, Collective]:
+        """Return the collective in which each rank waits, or otherwise its last one, as `RunResult.collectives`."""
+        return self.stacks().collectives
+
+    def progress(self) -> dict[int, Progress]:
+        """Return what each rank passed to its last call of `mpwatch.report()`, as `RunHandle.progress`."""
+        status = self._ask_status()
+        begun = time.monotonic() - (time.time() - status.started_at)
+        return {
+            rank.rank: Progress(
+                step=rank.report.step,
+                total=rank.report.total,
+                metrics=rank.report.metrics,
+                elapsed=max(0.0, rank.report.at - begun),
+            )
+            for rank in status.ranks
+            if rank.report is not None
+        }
+
+    def request_stop(self) -> None:
+        """Ask the ranks to save and return, as `RunHandle.request_stop`. Does not wait for them."""
+        self._ask({"ask": "stop", "pid": os.getpid()})
+
+    def view(self) -> None:
+        """Show the live view here until the job ends, or until Ctrl-C, which ends the view only."""
+        view = LiveView(lambda: select_display(allow_lines=True), starts_at_once=True)
+        statuses: Sequence[RankStatus] = ()
+        try:
+            while True:
+                statuses = self._ask_status().ranks
+                view.show(statuses)
+                time.sleep(view.period)
+        except (KeyboardInterrupt, LookupError):
+            pass
+        finally:
+            view.close(statuses)
+
+    def __repr__(self) -> str:
+        try:
+            status = self._ask_status()
+        except (LookupError, TimeoutError) as error:
+            return f"<Job {self.run_id}: {error}>"
+        what = f"{self.fn or 'WorkerGroup'} on {format_count(len(status.ranks), 'rank')}"
+        return f"<Job {self.run_id}: {what}, {status.state.name}, process {', '.join(map(str, self.pids))}>"
+
+    def _ask_status(self) -> _Status:
+        found = [_Status(*answer) for answer in self._ask({"ask": "status"})]
+        ranks = [replace(rank, node=node) for node, status in enumerate(found) for rank in status.ranks]
+        state = max((status.state for status in found), key=list(WorkerState).index)
+        return replace(found[0], state=state, ranks=sorted(ranks, key=lambda rank: rank.rank))
+
+    def _ask(self, question: dict[str, Any]) -> list[Any]:
+        answers = [answer for path in self._paths if (answer := _ask(path, question)) is not None]
+        if not answers:
+            raise LookupError("the job has ended")
+        return answers
+
+
+def jobs() -> list[Job]:
+    """Return the runs and WorkerGroups of all programs of this user on this machine, the oldest first.
+
+    A program with another version of mpwatch, or one that does not answer, for example because it is suspended, is left out.
+    Raises PermissionError if another user has made the folder of the sockets.
+    """
+    by_run: dict[str, list[str]] = {}
+    for path in _list_sockets():
+        with suppress(TimeoutError):
+            answer = _ask(path, {"ask": "status"}) if _version_of(path) == __version__ else None
+            if answer is not None:
+                by_run.setdefault(_Status(*answer).run_id, []).append(path)
+    found = []
+    for paths in by_run.values():
+        with suppress(LookupError, TimeoutError):  # it has ended just now
+            found.append(Job(paths))
+    return sorted(found, key=lambda job: job.started_at)
+
+
+def attach(which: int | str | None = None) -> Job:
+    """Return the job of a program that runs on this machine.
+
+    Args:
+        which: the pid of the program or of one of its ranks, or the run_id. None if there is only one job.
+
+    Raises:
+        LookupError: if there is no such job, or more than one. The text lists the jobs.
+    """
+    found = jobs()
+    fitting = [job for job in found if which is None or _fits(job, which)]
+    if len(fitting) == 1:
+        return fitting[0]
+    others = sorted({_version_of(path) for path in _list_sockets()} - {__version__})
+    lines = [
+        f"there are {len(fitting)} such jobs" if fitting else "there is no such job of this user on this machine",
+        *map(repr, fitting or found),
+        *(f"(some have mpwatch {version}, this program has {__version__})" for version in others),
+    ]
+    raise LookupError("\n  ".join(lines))
+
+
+def _fits(job: Job, which: int | str) -> bool:
+    if which == job.run_id:
+        return True
+    try:
+        pid = int(which)
+    except ValueError:
+        return False
+    return pid in job.pids or any(rank.pid == pid for rank in job._ask_status().ranks)
+
+
+def _list_sockets() -> list[str]:
+    folder = find_folder()
+    try:
+        check_folder(folder)
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(os.path.join(folder, name) for name in names if name.endswith(SUFFIX))
+
+
+def _pid_of(path: str) -> int:
+    return int(os.path.basename(path).partition("-")[0])
+
+
+def _version_of(path: str) -> str:
+    return os.path.basename(path).removesuffix(SUFFIX).split("-", 2)[-1]
+
+
+def _ask(path: str, question: dict[str, Any]) -> Any:
+    """Return None if the watcher has ended. Raises TimeoutError."""
+    with socket.socket(socket.AF_UNIX) as watcher:
+        watcher.settimeout(ANSWER_SECONDS)
+        try:
+            watcher.connect(path)
+            return ask(watcher, question)
+        except TimeoutError:
+            raise TimeoutError(f"process {_pid_of(path)} does not answer; it may be suspended") from None
+        except ConnectionRefusedError:  # it was killed
+            with suppress(OSError):
+                os.unlink(path)
+            return None
+        except (OSError, EOFError):
+            return None

@@ -1,0 +1,55 @@
+"""How another program of the same user asks a watcher for what it sees.
+
+    /tmp/mpwatch-<uid>/<pid>-<number>-<version>.sock: one for each run and WorkerGroup
+
+    visitor --- one line of JSON for each question, such as {"ask": "stacks"} ---> watcher
+    visitor <--- one byte, with the descriptor of a file that has a pickle -------- watcher
+
+The folder is /tmp for all, since a job of a scheduler and a terminal may differ in TMPDIR and XDG_RUNTIME_DIR. Only its user
+may enter it, so both ends trust each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import stat
+
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, open_anonymous_file, receive_with_fds, write_all
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+SUFFIX = ".sock"
+
+
+def find_folder() -> str:
+    return f"/tmp/mpwatch-{os.geteuid()}"  # noqa: S108  `check_folder`
+
+
+def check_folder(folder: str) -> None:
+    """Raise PermissionError if others may have made this folder, or may enter it. Raises OSError."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder that only this user may enter; remove it")
+
+
+def send_answer(visitor: socket.socket, answer: object) -> None:
+    """Never blocks, however large the answer is. Raises OSError."""
+    with open_anonymous_file("mpwatch-answer") as file:
+        write_all(file.fileno(), pickle.dumps(answer))
+        socket.send_fds(visitor, [b"!"], [file.fileno()], MSG_NOSIGNAL)
+
+
+def ask(watcher: socket.socket, question: Mapping[str, Any]) -> Any:
+    """Raises OSError: TimeoutError if the watcher does not answer, EOFError if it has ended."""
+    watcher.sendall(json.dumps(question).encode() + b"\n", MSG_NOSIGNAL)
+    _, fds, _ = receive_with_fds(watcher, 1, 1)
+    if not fds:
+        raise EOFError
+    with open(fds[0], "rb") as file:
+        return pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
