@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+import mpwatch
 from notebooks.kernels import Kernel
 from support.process_state import is_alive
+from test_running_jobs import find_job, running
 
 DEFINITIONS = """
 import asyncio, mpwatch, os, signal, subprocess, threading
@@ -63,6 +65,17 @@ def interrupt_cell(kernel, cell):
     error = kernel.wait_for_cell(cell)[-1]
     assert time.monotonic() - before < 5  # half of grace_period
     return error
+
+
+def test_a_notebook_looks_into_the_job_of_a_script(kernel, eventually):
+    with running() as program:
+        find_job(program.pid, eventually)
+        assert kernel.value(f"mpwatch.attach({program.pid}).ranks") == (0, 1)
+        view = kernel.start_cell(f"mpwatch.attach({program.pid}).view()")
+        eventually(lambda: "of 10000" in str(kernel.outputs_of(view)), 30.0)
+        mpwatch.attach(program.pid).request_stop()
+        assert kernel.wait_for_cell(view) is not None
+        assert program.communicate()[0] == "SUCCEEDED\n"
 
 
 def test_functions_and_globals_of_cells(kernel):
