@@ -12,6 +12,7 @@ COMMANDS = {
     "ps": "list the jobs of this user on this machine",
     "stacks": "show where each rank is, and which ranks wait for which in a collective",
     "watch": "show the live view, until the job ends or until Ctrl-C",
+    "debug": "open a prompt of pdb here, in a rank",
     "stop": "ask the ranks to save and return (request_stop); to end them at once, press Ctrl-C in the program itself",
 }
 JOB = "pid of the program or of a rank, or run_id; not needed if there is only one job"
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name != "ps":
             command.add_argument("job", nargs="?", help=JOB)
+        if name == "debug":
+            command.add_argument("--rank", type=int, default=0, help="global rank (default: 0)")
     options = parser.parse_args(arguments)
     try:
         if options.command == "ps":
@@ -35,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(job.stacks())
         elif options.command == "watch":
             job.view()
+        elif options.command == "debug":
+            job.debug(options.rank)
         else:
             job.request_stop()
     except (LookupError, OSError) as error:
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_jobs() -> None:
-    rows = [HEAD]
+    rows: list[tuple[str, ...]] = [HEAD]
     for job in jobs():
         try:
             rows.append(describe(job))

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from mpwatch.live_view.live import LiveView
@@ -16,8 +18,9 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.report import format_count
 from mpwatch.results.stacks import Stacks
 from mpwatch.version import __version__
-from mpwatch.wire.visits import SUFFIX, ask, check_folder, find_folder
+from mpwatch.wire.visits import SUFFIX, ask, check_folder, find_folder, receive_fd
 
+HINT_SECONDS = 1.0  # from the answer of a rank to its prompt
 ANSWER_SECONDS = 5.0  # a watcher that lives answers in milliseconds, stacks within two seconds
 
 
@@ -93,6 +96,26 @@ class Job:
         """Ask the ranks to save and return, as `RunHandle.request_stop`. Does not wait for them."""
         self._ask({"ask": "stop", "pid": os.getpid()})
 
+    def debug(self, rank: int) -> None:
+        """Open a prompt of pdb here, at the next line of Python that the main thread of a rank runs.
+
+        The rank goes on when you leave the prompt, with `q`, Ctrl-D or Ctrl-C, and your breakpoints are removed. After `c`,
+        this waits for the next one. Until you leave, the time limits of the run stand still.
+
+        Raises:
+            LookupError: if the rank runs no function, or has ended.
+            TimeoutError: if the rank does not answer within five seconds: it is in C code, or at a prompt already.
+        """
+        for path in self._paths:
+            with socket.socket(socket.AF_UNIX) as watcher:
+                watcher.settimeout(ANSWER_SECONDS)
+                with suppress(FileNotFoundError, ConnectionRefusedError, EOFError):
+                    watcher.connect(path)
+                    if ask(watcher, {"ask": "debug", "rank": rank}):
+                        _converse(rank, watcher)
+                        return
+        raise LookupError(f"rank {rank} runs no function here that can be interrupted")
+
     def view(self) -> None:
         """Show the live view here until the job ends, or until Ctrl-C, which ends the view only."""
         view = LiveView(lambda: select_display(allow_lines=True), starts_at_once=True)
@@ -126,6 +149,25 @@ class Job:
         if not answers:
             raise LookupError("the job has ended")
         return answers
+
+
+def _converse(rank: int, watcher: socket.socket) -> None:
+    """The other end is worker/debugger.py."""
+    try:
+        fd = receive_fd(watcher)
+    except TimeoutError:
+        raise TimeoutError(f"rank {rank} does not answer: it is in C code, or at a prompt already; see stacks()") from None
+    with Connection(fd) as connection, suppress(EOFError, OSError, KeyboardInterrupt):  # the rank ends, or the user goes
+        if not connection.poll(HINT_SECONDS):
+            sys.stderr.write(f"waiting until rank {rank} runs the next line of Python; Ctrl-C lets it go on\n")
+        while True:
+            text, *_ = connection.recv()
+            output, newline, prompt = text.rpartition("\n")
+            sys.stdout.write(output + newline)
+            line = input(f"(rank {rank}) {prompt}")
+            if line.strip() in ("q", "quit", "exit"):
+                return
+            connection.send(("line", line))
 
 
 def jobs() -> list[Job]:

@@ -100,6 +100,28 @@ def test_in_another_terminal(eventually):
         assert program.communicate()[0] == "SUCCEEDED\n"
 
 
+def test_a_prompt_of_the_debugger_in_a_rank(eventually):
+    """The rank goes on when the visitor leaves, in whatever way."""
+    with running() as program:
+        job = find_job(program.pid, eventually)
+        with screens.Program("-m", "mpwatch", "debug", str(program.pid), "--rank", "1", env=ENV) as terminal:
+            assert terminal.read_until(lambda rows: any(row == "(rank 1) (Pdb)" for row in rows))
+            terminal.type(b"break train\np 'step', step + 0.5\n")
+            assert terminal.read_until(lambda rows: any(re.search(r"\('step', \d+\.5\)", row) for row in rows))
+            terminal.type(b"q\n")
+            assert terminal.end() == 0
+        with screens.Program("-m", "mpwatch", "debug", str(program.pid), env=ENV) as terminal:
+            assert terminal.read_until(lambda rows: any(row == "(rank 0) (Pdb)" for row in rows))
+            terminal.process.kill()
+        eventually(lambda: job.state.name == "HEALTHY")
+        steps = {rank: progress.step for rank, progress in job.progress().items()}
+        eventually(lambda: all(progress.step > steps[rank] for rank, progress in job.progress().items()))
+        job.request_stop()
+        assert program.communicate()[0] == "SUCCEEDED\n"
+        with pytest.raises(LookupError, match="rank 0 runs no function here that can be interrupted"):
+            job.debug(0)
+
+
 def test_a_group_is_seen_while_it_is_idle_and_while_it_is_called(eventually):
     with mpwatch.WorkerGroup(2) as group:
         job = mpwatch.attach(group.run(os.getpid)[1])

@@ -18,6 +18,7 @@ The methods in the first part of EventLoop are posted to its Inbox by other thre
 """
 
 import math
+import os
 import platform
 import signal
 from collections import deque
@@ -53,7 +54,7 @@ from mpwatch.watcher.rank_reader import RankReader
 from mpwatch.watcher.stop_agreements import StopAgreements
 from mpwatch.watcher.suspension import Suspension, suspend_processes
 from mpwatch.watcher.timers import Timers
-from mpwatch.watcher.visitors import Visitors
+from mpwatch.watcher.visitors import Visitor, Visitors
 from mpwatch.wire.messages import MessageKind
 
 RESIST_SECONDS = 1.0  # after Ctrl-C: then the ranks that have not ended are named
@@ -118,6 +119,7 @@ class EventLoop:
         self._are_limits_suspended = False
         self._events: list[m.RankEvent] = []  # that no machine has handled yet
         self._actions: list[tuple[Call, m.Action]] = []  # that were not executed yet
+        self._visits: dict[int, Visitor] = {}  # by rank: who waits for its prompt
         self._touched: dict[Call, None] = {}  # calls whose machines have handled something since `_follow`
         self._pool = ProcessPool(deferred_log, output, spec)
         self._oom = OomDetector()
@@ -128,6 +130,7 @@ class EventLoop:
             wake=self._outbox.wake,
             on_stop_request=self._on_stop_request_of_rank,
             debugger_sockets=self.debugger_sockets,
+            on_visit=self._on_visit,
             list_monitors=lambda: dict.fromkeys(call.monitor for call in self._calls),
         )
         self._stop_agreements = StopAgreements(
@@ -310,22 +313,38 @@ class EventLoop:
     def send_stacks(self, receive: Callable[[Stacks], object]) -> None:
         self._reader.send_stacks(receive, self._ranks.values())
 
-    def _answer_visitor(self, question: Mapping[str, Any], receive: Callable[[object], object]) -> None:
+    def _answer_visitor(self, question: Mapping[str, Any], visitor: Visitor) -> None:
         """Answer another program, see running_jobs.py. None: it asks what this version does not know."""
         asked = question.get("ask")
         if asked == "status":
             statuses = current_statuses(self._ranks.values(), self._pool)
             started_at = self._event_bus.wall_time(self._event_bus.started_at)
-            receive((self._event_bus.run_id, self._spec.fn_name, started_at, self.state, statuses))
+            visitor.answer((self._event_bus.run_id, self._spec.fn_name, started_at, self.state, statuses))
         elif asked == "stacks":
-            self._inbox.post(partial(self.send_stacks, receive))
+            self._inbox.post(partial(self.send_stacks, visitor.answer))
         elif asked == "stop":
             event = m.StopRequested(f"request_stop() in process {question.get('pid')}")
             for call in list(self._calls) if self._keep_ranks else [None]:
                 self._inbox.post(partial(self.request_stop, event, call))
-            receive(True)
+            visitor.answer(True)
+        elif asked == "debug":
+            rank = self._ranks.get(question.get("rank", -1))
+            is_opening = rank is not None and self._pool.request_visit(rank)
+            if rank is not None and is_opening:
+                self._visits[rank.number] = visitor
+            visitor.answer(is_opening)
         else:
-            receive(None)
+            visitor.answer(None)
+
+    def _on_visit(self, rank: Rank, fd: int) -> None:
+        """A rank has opened a prompt for a visitor. The limits stand still until the visitor goes."""
+        visitor = self._visits.pop(rank.number, None)
+        if fd == -1:  # it was lost, for want of descriptors
+            return
+        if visitor is not None and visitor.pass_fd(fd):
+            self._inbox.post(partial(self.suspend_limits, are_suspended=True))
+            visitor.on_gone = partial(self._inbox.post, partial(self.suspend_limits, are_suspended=False))
+        os.close(fd)
 
     # ---- calls and ranks
 

@@ -47,10 +47,11 @@ class RankReader:
         wake: Callable[[], object],
         on_stop_request: Callable[[Rank], object],
         debugger_sockets: deque[tuple[int, int]],
+        on_visit: Callable[[Rank, int], object],
         list_monitors: Callable[[], Iterable[CollectiveMonitor]],
     ) -> None:
         self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
-        self._call_at, self._on_stop_request = call_at, on_stop_request
+        self._call_at, self._on_stop_request, self._on_visit = call_at, on_stop_request, on_visit
         self._wake, self._debugger_sockets, self._list_monitors = wake, debugger_sockets, list_monitors
         self._death_clock = DeathClock()
         self._stack_requests = StackRequests(self._request_stacks_of_running_rank, self._format_stacks, call_at, wake)
@@ -90,7 +91,9 @@ class RankReader:
         if message.kind is MessageKind.READY:
             rank.on_ready(message.body)
             return [m.Ready(number)]
-        if message.kind is MessageKind.DEBUGGER:
+        if message.kind is MessageKind.DEBUGGER and message.body:
+            self._on_visit(rank, message.fd)
+        elif message.kind is MessageKind.DEBUGGER:
             self._debugger_sockets.append((number, message.fd))
             self._wake()
         elif message.kind is MessageKind.ITEM:

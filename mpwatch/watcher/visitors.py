@@ -12,26 +12,57 @@ from typing import Any, Self
 
 from mpwatch.version import __version__
 from mpwatch.watcher.processes.selector import Selector
-from mpwatch.wire.visits import SUFFIX, check_folder, find_folder, send_answer
+from mpwatch.wire.visits import SUFFIX, check_folder, find_folder, pass_fd, send_answer
 
 READ_SIZE = 4096  # bytes; a question is shorter
 ATTEMPTS = 3
 BACKLOG = 16  # visitors that wait to be accepted
 _numbers = count(1)
 
-Receive = Callable[[object], object]
+
+class Visitor:
+    """A program that looks into the ranks. What it is sent never blocks; if it does not read, it is dropped."""
+
+    def __init__(self, connection: socket.socket, selector: Selector[Any]) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.on_gone: Callable[[], object] = bool
+        self._selector = selector
+
+    def answer(self, answer: object) -> None:
+        self._send(partial(send_answer, self.connection, answer))
+
+    def pass_fd(self, fd: int) -> bool:
+        """Return False if the visitor has gone."""
+        return self._send(partial(pass_fd, self.connection, fd))
+
+    def _send(self, send: Callable[[], object]) -> bool:
+        if self.connection.fileno() == -1:
+            return False
+        try:
+            send()
+        except OSError:
+            self.drop()
+            return False
+        return True
+
+    def drop(self) -> None:
+        self._selector.remove(self.connection.fileno())
+        self.connection.close()
+        on_gone, self.on_gone = self.on_gone, bool
+        on_gone()
 
 
 class Visitors:
-    """The socket of one watcher. A question is passed to `answer`, which calls its second argument once, now or later.
+    """The socket of one watcher. A question is passed to `answer` with its Visitor, which is answered now or later.
 
     If there can be no socket, for example because the file system is read-only, the ranks run without.
     """
 
-    def __init__(self, selector: Selector[Any], answer: Callable[[Mapping[str, Any], Receive], object]) -> None:
+    def __init__(self, selector: Selector[Any], answer: Callable[[Mapping[str, Any], Visitor], object]) -> None:
         self._selector, self._answer = selector, answer
         self._listener: socket.socket | None = None
-        self._visitors: set[socket.socket] = set()
+        self._visitors: list[Visitor] = []
         self._folder = find_folder()
         self._path = os.path.join(self._folder, f"{os.getpid()}-{next(_numbers)}-{__version__}{SUFFIX}")
 
@@ -62,8 +93,8 @@ class Visitors:
                 return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for visitor in list(self._visitors):
-            self._drop(visitor)
+        for visitor in self._visitors:
+            visitor.drop()
         if self._listener is not None:
             self._selector.remove(self._listener.fileno())
             self._listener.close()
@@ -74,34 +105,21 @@ class Visitors:
     def _accept(self) -> tuple[()]:
         assert self._listener is not None
         with suppress(OSError):  # no descriptors are left, or the visitor has gone
-            visitor, _ = self._listener.accept()
-            visitor.setblocking(False)
-            self._visitors.add(visitor)
-            self._selector.add(visitor.fileno(), partial(self._read, visitor))
+            visitor = Visitor(self._listener.accept()[0], self._selector)
+            self._visitors = [other for other in self._visitors if other.connection.fileno() != -1] + [visitor]
+            self._selector.add(visitor.connection.fileno(), partial(self._read, visitor))
         return ()
 
-    def _read(self, visitor: socket.socket) -> tuple[()]:
+    def _read(self, visitor: Visitor) -> tuple[()]:
         try:
-            questions = [json.loads(line) for line in visitor.recv(READ_SIZE).splitlines()]
+            questions = [json.loads(line) for line in visitor.connection.recv(READ_SIZE).splitlines()]
         except BlockingIOError:
             return ()
         except (OSError, ValueError):
             questions = []
         if not questions or not all(isinstance(question, dict) for question in questions):
-            self._drop(visitor)
+            visitor.drop()
             return ()
         for question in questions:
-            self._answer(question, partial(self._send, visitor))
+            self._answer(question, visitor)
         return ()
-
-    def _send(self, visitor: socket.socket, answer: object) -> None:
-        if visitor in self._visitors:
-            try:
-                send_answer(visitor, answer)
-            except OSError:
-                self._drop(visitor)
-
-    def _drop(self, visitor: socket.socket) -> None:
-        self._visitors.discard(visitor)
-        self._selector.remove(visitor.fileno())
-        visitor.close()

@@ -4,7 +4,7 @@ Each rank has its own part of the shared memory, which is called the rank's slot
 rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:            [ stop memory ][ heartbeat memory ][ number of the interrupted call ]
+    a slot:            [ stop memory ][ heartbeat memory ][ visit ][ number of the interrupted call ]
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
@@ -12,6 +12,7 @@ rank is dead.
   While the rank writes a report, the report's checksum is wrong, and the watcher reads it again.
 - Before the watcher interrupts a call with SIGINT, it writes the number of this call into the rank's slot. So a SIGINT that
   arrives between two calls can be ignored: its number is not that of the next call.
+- If another program wants a debugger's prompt, the watcher sets `visit` to 1, and sends the signal that asks for stacks.
 
 The slot stays mapped into the rank's memory even if user code closes all descriptors, for example to become a daemon.
 """
@@ -71,6 +72,20 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
     """In the rank: return the number of the last call that the watcher has interrupted, or 0 if there was none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
+
+
+VISIT_AT = SLOT_SIZE - CALL_NUMBER.size - 1
+
+
+def request_visit(fd: int, slot: int) -> None:
+    """In the watcher: let the next request for stacks open a prompt."""
+    os.pwrite(fd, b"\1", slot * SLOT_SIZE + VISIT_AT)
+
+
+def take_visit(memory: mmap.mmap) -> bool:
+    """In the rank: return whether a visit was requested, once."""
+    is_requested, memory[VISIT_AT] = memory[VISIT_AT], 0
+    return bool(is_requested)
 
 
 # --- Heartbeats and reports ---

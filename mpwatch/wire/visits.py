@@ -42,14 +42,24 @@ def send_answer(visitor: socket.socket, answer: object) -> None:
     """Never blocks, however large the answer is. Raises OSError."""
     with open_anonymous_file("mpwatch-answer") as file:
         write_all(file.fileno(), pickle.dumps(answer))
-        socket.send_fds(visitor, [b"!"], [file.fileno()], MSG_NOSIGNAL)
+        pass_fd(visitor, file.fileno())
 
 
-def ask(watcher: socket.socket, question: Mapping[str, Any]) -> Any:
-    """Raises OSError: TimeoutError if the watcher does not answer, EOFError if it has ended."""
-    watcher.sendall(json.dumps(question).encode() + b"\n", MSG_NOSIGNAL)
+def pass_fd(visitor: socket.socket, fd: int) -> None:
+    """Raises OSError."""
+    socket.send_fds(visitor, [b"!"], [fd], MSG_NOSIGNAL)
+
+
+def receive_fd(watcher: socket.socket) -> int:
+    """Raises OSError: TimeoutError if none comes. EOFError: the watcher has ended."""
     _, fds, _ = receive_with_fds(watcher, 1, 1)
     if not fds:
         raise EOFError
-    with open(fds[0], "rb") as file:
+    return fds[0]
+
+
+def ask(watcher: socket.socket, question: Mapping[str, Any]) -> Any:
+    """Raises as `receive_fd`."""
+    watcher.sendall(json.dumps(question).encode() + b"\n", MSG_NOSIGNAL)
+    with open(receive_fd(watcher), "rb") as file:
         return pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))

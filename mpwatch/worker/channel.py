@@ -30,6 +30,10 @@ class Channel:
         self._lock = threading.Lock()  # one message at a time
         self._is_stop_unsent = False
 
+    @property
+    def is_busy(self) -> bool:
+        return self._lock.locked()
+
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None, *, fd: int | None = None) -> bool:
         data = encode_frame(kind, body, stamp)
         try:

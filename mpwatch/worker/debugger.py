@@ -18,10 +18,13 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 
+from mpwatch.wire.shared_memory import take_visit
+from mpwatch.worker import stack_dumps
 from mpwatch.worker.import_hook import ModuleFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
     from types import FrameType
@@ -41,12 +44,30 @@ _is_post_mortem = False  # whether a prompt opens if the rank's function raises
 _last_debugger: Any = None  # the RankPdb that was used last
 
 
-def install(channel: Channel, *, post_mortem: bool) -> None:
+def install(channel: Channel, memory: mmap.mmap, *, post_mortem: bool) -> None:
     """Connect pdb with the watcher as soon as this rank imports pdb."""
     global _is_post_mortem
     _is_post_mortem = post_mortem
     prompt = Prompt(channel, os.getpid())
     ModuleFinder("pdb", lambda module: route_pdb(module, prompt)).install()
+    stack_dumps.visit = lambda frame: take_visit(memory) and _open_visit(prompt, frame)
+
+
+def _open_visit(prompt: Prompt, frame: FrameType | None) -> bool:
+    """Open a prompt for another program (Job.debug) at the next line after this signal handler. Return False if this thread
+    is at a prompt, or may be sending something.
+    """
+    import pdb  # noqa: T100  this is what the visitor asks for
+
+    debugger: Any = pdb.Pdb()
+    if debugger.stdin is not prompt or prompt.is_asking or prompt.channel.is_busy or os.getpid() != prompt.pid:
+        return False
+    prompt.is_visited = True
+    if prompt.connection is not None:
+        prompt.connection.close()
+        prompt.connection = None
+    debugger.set_trace(frame)
+    return True
 
 
 def finish_stepping() -> None:
@@ -61,24 +82,26 @@ class Prompt:
     encoding = "utf-8"
 
     def __init__(self, channel: Channel, pid: int) -> None:
-        self._channel = channel
-        self._pid = pid  # this process may be a fork of the rank
-        self._connection: Connection | None = None
+        self.channel = channel
+        self.pid = pid  # this process may be a fork of the rank
+        self.connection: Connection | None = None
         self._text = ""  # written since the last prompt
         self.lock = threading.RLock()  # held by the thread that interacts
         self.debugger: Any = None  # that interacts
         self.can_be_left = False  # whether the run goes on when the user leaves the prompt
+        self.is_asking = False
+        self.is_visited = False  # by another program, which may end at any time
 
     def open(self) -> None:
         """Connect to the watcher if necessary. Raises RuntimeError if that is not possible."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise RuntimeError(
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
                 f"DataLoader (use num_workers=0); {IGNORE_HINT}"
             )
         with self.lock:
-            if self._connection is None:
-                self._connection = self._connect()
+            if self.connection is None:
+                self.connection = self._connect()
 
     def _connect(self) -> Connection:
         import socket
@@ -88,7 +111,7 @@ class Prompt:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            if not self._channel.send(MessageKind.DEBUGGER, fd=theirs.fileno()):
+            if not self.channel.send(MessageKind.DEBUGGER, b"visit" if self.is_visited else b"", fd=theirs.fileno()):
                 ours.close()
                 _refuse("the rank is ending, or has closed its channel")
         return Connection(ours.detach())
@@ -121,13 +144,22 @@ class Prompt:
         place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else None
         with self.lock:
             self.open()
-            assert self._connection is not None
+            assert self.connection is not None
             text, self._text = self._text + question, ""
+            self.is_asking = True
             try:
-                self._connection.send((text, can_be_left, name, place))
-                kind, *values = self._connection.recv()
+                self.connection.send((text, can_be_left, name, place))
+                kind, *values = self.connection.recv()
             except (EOFError, OSError):
-                _wait_for_end()
+                if not self.is_visited:
+                    _wait_for_end()
+                self.is_visited = False
+                self.connection.close()
+                self.connection = None
+                self.debugger.clear_all_breaks()
+                return "continue\n"
+            finally:
+                self.is_asking = False
         if kind == "refused":
             _refuse(values[0])
         return f"{values[0]}\n" if kind == "line" else ""

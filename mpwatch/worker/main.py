@@ -76,7 +76,7 @@ def main(launch_info: LaunchInfo) -> None:
     global _channel
     channel = _channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
-    debugger.install(channel, post_mortem=launch_info.post_mortem)
+    debugger.install(channel, memory, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)

@@ -35,7 +35,7 @@ from mpwatch.wire.messages import STACKS_END
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
 
@@ -46,6 +46,7 @@ MAX_NAME = 500  # characters, as in faulthandler
 c_enable = faulthandler.enable
 _crash_fd: int  # where the stack of a crash goes, unless the function has chosen another file
 _has_other_file = False
+visit: Callable[[FrameType | None], object] = lambda _: False  # noqa: E731  opens a visitor's prompt instead of stacks: see debugger.py
 
 
 def register_stack_dumps(pipe: int) -> int:
@@ -101,6 +102,8 @@ class StackWriter:
         self._main_thread = main_thread
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
+        if visit(frame):
+            return
         main = _format_stack("Current thread", self._main_thread, frame)
         self._write(main)  # at once, so that the watcher sees it begin
         frames = sys._current_frames()

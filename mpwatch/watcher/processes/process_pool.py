@@ -29,6 +29,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
 from mpwatch.os_support.processes import group_exists, group_members, open_pidfd, reap_adopted
+from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -49,6 +50,7 @@ from mpwatch.wire.shared_memory import (
     read_heartbeat,
     read_heartbeat_time,
     record_interrupt,
+    request_visit,
 )
 from mpwatch.wire.stop_step import StopMemory
 
@@ -164,6 +166,14 @@ class ProcessPool:
         """Send SIGINT. It names the call, so that the rank ignores it if it comes in the next one."""
         record_interrupt(self._slots_fd, self._slots[rank.number], number)
         rank.process.send_signal(signal.SIGINT)
+
+    def request_visit(self, rank: Rank) -> bool:
+        """Make a rank open a prompt of its debugger for another program. Return False if it cannot."""
+        if PYTHON_DUMP_SIGNAL is None or not rank.can_open_prompt():
+            return False
+        request_visit(self._slots_fd, self._slots[rank.number])
+        rank.process.send_signal(PYTHON_DUMP_SIGNAL)
+        return True
 
     def read_heartbeat(self, rank: Rank) -> HeartbeatSample:
         return read_heartbeat(self._slots_fd, self._slots[rank.number])

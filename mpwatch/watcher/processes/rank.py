@@ -224,6 +224,9 @@ class Rank:
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
             self.process.send_signal(NATIVE_DUMP_SIGNAL)
 
+    def can_open_prompt(self) -> bool:
+        return self.call is not None and self.observations.answer is None and self._can_dump_stacks(PYTHON_DUMP_SIGNAL)
+
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Not a stopped rank, nor one that has replaced itself with another program. One that has closed its end of the
         stack pipe must not: the descriptor may belong to another file now.
