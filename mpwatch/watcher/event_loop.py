@@ -328,7 +328,8 @@ class EventLoop:
                 self._inbox.post(partial(self.request_stop, event, call))
             visitor.answer(True)
         elif asked == "debug":
-            rank = self._ranks.get(question.get("rank", -1))
+            number = question.get("rank")
+            rank = self._ranks.get(number) if isinstance(number, int) else None
             is_opening = rank is not None and self._pool.request_visit(rank)
             if rank is not None and is_opening:
                 self._visits[rank.number] = visitor

@@ -41,7 +41,7 @@ class Visitor:
             return False
         try:
             send()
-        except OSError:
+        except (OSError, MemoryError):
             self.drop()
             return False
         return True
@@ -95,19 +95,28 @@ class Visitors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for visitor in self._visitors:
             visitor.drop()
+        self._close_listener()
+
+    def _close_listener(self) -> None:
         if self._listener is not None:
             self._selector.remove(self._listener.fileno())
             self._listener.close()
+            self._listener = None
             with suppress(OSError):
                 os.unlink(self._path)
                 os.rmdir(self._folder)  # unless others use it
 
     def _accept(self) -> tuple[()]:
         assert self._listener is not None
-        with suppress(OSError):  # no descriptors are left, or the visitor has gone
+        try:
             visitor = Visitor(self._listener.accept()[0], self._selector)
-            self._visitors = [other for other in self._visitors if other.connection.fileno() != -1] + [visitor]
-            self._selector.add(visitor.connection.fileno(), partial(self._read, visitor))
+        except BlockingIOError:  # the visitor has gone
+            return ()
+        except OSError:  # no descriptors are left: if it stayed open, the loop would spin
+            self._close_listener()
+            return ()
+        self._visitors = [other for other in self._visitors if other.connection.fileno() != -1] + [visitor]
+        self._selector.add(visitor.connection.fileno(), partial(self._read, visitor))
         return ()
 
     def _read(self, visitor: Visitor) -> tuple[()]:
@@ -115,7 +124,7 @@ class Visitors:
             questions = [json.loads(line) for line in visitor.connection.recv(READ_SIZE).splitlines()]
         except BlockingIOError:
             return ()
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             questions = []
         if not questions or not all(isinstance(question, dict) for question in questions):
             visitor.drop()
