@@ -40,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job.view()
         elif options.command == "debug":
             job.debug(options.rank)
-        else:
-            job.request_stop()
+        elif not job.request_stop():
+            print("its ranks run no function now", file=sys.stderr)
+            return 1
+    except KeyboardInterrupt:
+        return 130
     except (LookupError, OSError) as error:
         print(f"mpwatch: {error}", file=sys.stderr)
         return 1

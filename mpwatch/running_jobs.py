@@ -1,5 +1,6 @@
 """Look into jobs that other programs of this user run on this machine: `jobs`, `attach` and `Job`."""
 
+import math
 import os
 import socket
 import sys
@@ -18,9 +19,10 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.report import format_count
 from mpwatch.results.stacks import Stacks
 from mpwatch.version import __version__
-from mpwatch.wire.visits import SUFFIX, ask, check_folder, find_folder, receive_fd
+from mpwatch.wire.visits import SUFFIX, ask, check_folder, check_peer, find_folder, receive_fd
 
 HINT_SECONDS = 1.0  # from the answer of a rank to its prompt
+MAX_PERIOD = 5.0  # seconds between two looks
 ANSWER_SECONDS = 5.0  # a watcher that lives answers in milliseconds, stacks within two seconds
 
 
@@ -92,9 +94,13 @@ class Job:
             if rank.report is not None
         }
 
-    def request_stop(self) -> None:
-        """Ask the ranks to save and return, as `RunHandle.request_stop`. Does not wait for them."""
-        self._ask({"ask": "stop", "pid": os.getpid()})
+    def request_stop(self) -> bool:
+        """Ask the ranks to save and return, as `RunHandle.request_stop`. Does not wait for them.
+
+        Returns:
+            Whether they run a function. If not, they are those of a WorkerGroup between two calls. A `mpwatch.map` goes on.
+        """
+        return any(self._ask({"ask": "stop"}))
 
     def debug(self, rank: int) -> None:
         """Open a prompt of pdb here, at the next line of Python that the main thread of a rank runs.
@@ -111,6 +117,7 @@ class Job:
                 watcher.settimeout(ANSWER_SECONDS)
                 with suppress(FileNotFoundError, ConnectionRefusedError, EOFError):
                     watcher.connect(path)
+                    check_peer(watcher)
                     if ask(watcher, {"ask": "debug", "rank": rank}):
                         _converse(rank, watcher)
                         return
@@ -121,14 +128,15 @@ class Job:
         view = LiveView(lambda: select_display(allow_lines=True), starts_at_once=True)
         statuses: Sequence[RankStatus] = ()
         try:
-            while True:
+            while view.period < math.inf:  # there is a place for it
                 statuses = self._ask_status().ranks
                 view.show(statuses)
-                time.sleep(view.period)
-        except (KeyboardInterrupt, LookupError):
-            pass
-        finally:
+                time.sleep(min(view.period, MAX_PERIOD))
+        except (KeyboardInterrupt, LookupError) as error:
             view.close(statuses)
+            sys.stderr.write(f"mpwatch: {error}\n" if isinstance(error, LookupError) else "")
+        finally:
+            view.close(())
 
     def __repr__(self) -> str:
         try:
@@ -176,10 +184,21 @@ def jobs() -> list[Job]:
     A program with another version of mpwatch, or one that does not answer, for example because it is suspended, is left out.
     Raises PermissionError if another user has made the folder of the sockets.
     """
+    return _find_jobs([])
+
+
+def _find_jobs(missed: list[str]) -> list[Job]:
+    """`missed` gets a line for each socket whose job is left out."""
     by_run: dict[str, list[str]] = {}
     for path in _list_sockets():
-        with suppress(TimeoutError):
-            answer = _ask(path, {"ask": "status"}) if _version_of(path) == __version__ else None
+        if (version := _version_of(path)) != __version__:
+            missed.append(f"process {_pid_of(path)} has mpwatch {version}, and this one has {__version__}")
+            continue
+        try:
+            answer = _ask(path, {"ask": "status"})
+        except TimeoutError as error:
+            missed.append(str(error))
+        else:
             if answer is not None:
                 by_run.setdefault(_Status(*answer).run_id, []).append(path)
     found = []
@@ -198,26 +217,21 @@ def attach(which: int | str | None = None) -> Job:
     Raises:
         LookupError: if there is no such job, or more than one. The text lists the jobs.
     """
-    found = jobs()
+    missed: list[str] = []
+    found = _find_jobs(missed)
     fitting = [job for job in found if which is None or _fits(job, which)]
     if len(fitting) == 1:
         return fitting[0]
-    others = sorted({_version_of(path) for path in _list_sockets()} - {__version__})
-    lines = [
-        f"there are {len(fitting)} such jobs" if fitting else "there is no such job of this user on this machine",
-        *map(repr, fitting or found),
-        *(f"(some have mpwatch {version}, this program has {__version__})" for version in others),
-    ]
-    raise LookupError("\n  ".join(lines))
+    head = f"there are {len(fitting)} such jobs" if fitting else "no such job of this user on this machine has answered"
+    raise LookupError("\n  ".join([head, *map(repr, fitting or found), *missed]))
 
 
 def _fits(job: Job, which: int | str) -> bool:
     if which == job.run_id:
         return True
-    try:
-        pid = int(which)
-    except ValueError:
+    if isinstance(which, str) and not which.isdecimal():
         return False
+    pid = int(which)
     return pid in job.pids or any(rank.pid == pid for rank in job._ask_status().ranks)
 
 
@@ -245,10 +259,13 @@ def _ask(path: str, question: dict[str, Any]) -> Any:
         watcher.settimeout(ANSWER_SECONDS)
         try:
             watcher.connect(path)
+            pid = check_peer(watcher)
+            if pid:
+                os.kill(pid, 0)  # a process that it has forked may keep the socket of a dead one open
             return ask(watcher, question)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # BlockingIOError: too many visitors wait already
             raise TimeoutError(f"process {_pid_of(path)} does not answer; it may be suspended") from None
-        except ConnectionRefusedError:  # it was killed
+        except (ConnectionRefusedError, ProcessLookupError):  # it was killed
             with suppress(OSError):
                 os.unlink(path)
             return None

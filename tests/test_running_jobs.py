@@ -126,7 +126,7 @@ def test_a_group_is_seen_while_it_is_idle_and_while_it_is_called(eventually):
     with mpwatch.WorkerGroup(2) as group:
         job = mpwatch.attach(group.run(os.getpid)[1])
         assert (job.fn, job.ranks) == ("", (0, 1))
-        job.request_stop()  # nothing runs
+        assert not job.request_stop()  # nothing runs
         call = group.submit(train)
         eventually(lambda: len(job.progress()) == 2)
         job.request_stop()
@@ -152,7 +152,7 @@ def test_a_killed_program_is_no_job(eventually):
         program.wait()
         assert program.pid not in [pid for job in mpwatch.jobs() for pid in job.pids]
         assert list(SOCKETS.glob(f"{program.pid}-*")) == []
-        with pytest.raises(LookupError, match="there is no such job of this user on this machine"):
+        with pytest.raises(LookupError, match="no such job of this user on this machine has answered"):
             mpwatch.attach(program.pid)
 
 
@@ -161,8 +161,11 @@ def test_a_suspended_program_does_not_answer(eventually):
     with running() as program:
         job = find_job(program.pid, eventually)
         program.send_signal(signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=f"process {program.pid} does not answer; it may be suspended"):
+        silent = f"process {program.pid} does not answer; it may be suspended"
+        with pytest.raises(TimeoutError, match=silent):
             job.stacks()
+        with pytest.raises(LookupError, match=silent):
+            mpwatch.attach(program.pid)
         program.send_signal(signal.SIGCONT)
         job.request_stop()
         assert program.communicate()[0] == "SUCCEEDED\n"

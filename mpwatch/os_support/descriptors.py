@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 STDERR = 2
 SIZE_OF_INT = struct.calcsize("i")
+PEER = struct.Struct("iII")  # struct ucred of unix(7)
 MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
 MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # necessary if SIGPIPE has its default action
 LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
@@ -134,6 +135,14 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
         for fd in fds:
             os.set_inheritable(fd, False)
     return data, fds, bool(flags & c_socket.MSG_CTRUNC)
+
+
+def read_peer(connection: socket.socket) -> tuple[int, int] | None:
+    """Return pid and effective uid of the program at the other end of a Unix socket, or None where only Linux can tell."""
+    if not hasattr(c_socket, "SO_PEERCRED"):
+        return None
+    pid, uid, _ = PEER.unpack(connection.getsockopt(c_socket.SOL_SOCKET, c_socket.SO_PEERCRED, PEER.size))
+    return pid, uid
 
 
 @contextmanager

@@ -323,10 +323,13 @@ class EventLoop:
         elif asked == "stacks":
             self._inbox.post(partial(self.send_stacks, visitor.answer))
         elif asked == "stop":
-            event = m.StopRequested(f"request_stop() in process {question.get('pid')}")
-            for call in list(self._calls) if self._keep_ranks else [None]:
-                self._inbox.post(partial(self.request_stop, event, call))
-            visitor.answer(True)
+            event = m.StopRequested(f"request_stop() in process {visitor.pid}")
+            if self._keep_ranks:
+                for call in self._calls:
+                    self._inbox.post(partial(self.request_stop, event, call))
+            else:
+                self._inbox.post(partial(self.request_stop, event))
+            visitor.answer(not self._keep_ranks or bool(self._calls))
         elif asked == "debug":
             number = question.get("rank")
             rank = self._ranks.get(number) if isinstance(number, int) else None

@@ -6,26 +6,22 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
 from mpwatch.version import __version__
 from mpwatch.watcher.processes.selector import Selector
-from mpwatch.wire.visits import SUFFIX, check_folder, find_folder, pass_fd, send_answer
+from mpwatch.wire.visits import SUFFIX, check_folder, check_peer, find_folder, pass_fd, send_answer
 
 READ_SIZE = 4096  # bytes; a question is shorter
-ATTEMPTS = 3
-BACKLOG = 16  # visitors that wait to be accepted
-_numbers = count(1)
+MAX_VISITORS = 64
 
 
 class Visitor:
     """A program that looks into the ranks. What it is sent never blocks; if it does not read, it is dropped."""
 
-    def __init__(self, connection: socket.socket, selector: Selector[Any]) -> None:
-        connection.setblocking(False)
-        self.connection = connection
+    def __init__(self, connection: socket.socket, pid: int, selector: Selector[Any]) -> None:
+        self.connection, self.pid = connection, pid
         self.on_gone: Callable[[], object] = bool
         self._selector = selector
 
@@ -63,8 +59,7 @@ class Visitors:
         self._selector, self._answer = selector, answer
         self._listener: socket.socket | None = None
         self._visitors: list[Visitor] = []
-        self._folder = find_folder()
-        self._path = os.path.join(self._folder, f"{os.getpid()}-{next(_numbers)}-{__version__}{SUFFIX}")
+        self._path = os.path.join(find_folder(), f"{os.getpid()}-{os.urandom(4).hex()}-{__version__}{SUFFIX}")
 
     def __enter__(self) -> Self:
         with suppress(OSError):
@@ -72,25 +67,21 @@ class Visitors:
         return self
 
     def _listen(self) -> None:
+        folder = os.path.dirname(self._path)
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        check_folder(folder)
         listener = socket.socket(socket.AF_UNIX)
         try:
-            self._bind(listener)
-            listener.listen(BACKLOG)
+            listener.bind(new := self._path.removesuffix(SUFFIX))
+            listener.listen()
+            os.rename(new, self._path)  # not before: a visitor takes a socket at which nobody listens for a dead one
             listener.setblocking(False)
             self._selector.add(listener.fileno(), self._accept)
         except BaseException:
             listener.close()
             raise
         self._listener = listener
-
-    def _bind(self, listener: socket.socket) -> None:
-        for _ in range(ATTEMPTS):
-            with suppress(FileExistsError):
-                os.mkdir(self._folder, 0o700)
-            with suppress(FileNotFoundError):  # another watcher has removed the empty folder just now
-                check_folder(self._folder)
-                listener.bind(self._path)
-                return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for visitor in self._visitors:
@@ -104,19 +95,26 @@ class Visitors:
             self._listener = None
             with suppress(OSError):
                 os.unlink(self._path)
-                os.rmdir(self._folder)  # unless others use it
 
     def _accept(self) -> tuple[()]:
         assert self._listener is not None
         try:
-            visitor = Visitor(self._listener.accept()[0], self._selector)
+            connection, _ = self._listener.accept()
         except BlockingIOError:  # the visitor has gone
             return ()
         except OSError:  # no descriptors are left: if it stayed open, the loop would spin
             self._close_listener()
             return ()
-        self._visitors = [other for other in self._visitors if other.connection.fileno() != -1] + [visitor]
-        self._selector.add(visitor.connection.fileno(), partial(self._read, visitor))
+        self._visitors = [other for other in self._visitors if other.connection.fileno() != -1]
+        try:
+            if len(self._visitors) == MAX_VISITORS:
+                raise ConnectionRefusedError
+            visitor = Visitor(connection, check_peer(connection), self._selector)
+            connection.setblocking(False)
+            self._selector.add(connection.fileno(), partial(self._read, visitor))
+            self._visitors.append(visitor)
+        except OSError:
+            connection.close()
         return ()
 
     def _read(self, visitor: Visitor) -> tuple[()]:

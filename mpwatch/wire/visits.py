@@ -1,12 +1,12 @@
 """How another program of the same user asks a watcher for what it sees.
 
-    /tmp/mpwatch-<uid>/<pid>-<number>-<version>.sock: one for each run and WorkerGroup
+    /tmp/mpwatch-<uid>/<pid>-<random>-<version>.sock: one for each run and WorkerGroup
 
     visitor --- one line of JSON for each question, such as {"ask": "stacks"} ---> watcher
     visitor <--- one byte, with the descriptor of a file that has a pickle -------- watcher
 
-The folder is /tmp for all, since a job of a scheduler and a terminal may differ in TMPDIR and XDG_RUNTIME_DIR. Only its user
-may enter it, so both ends trust each other.
+The folder is in /tmp for all, since a job of a scheduler and a terminal may differ in TMPDIR and XDG_RUNTIME_DIR. Only its
+user may enter it, and both ends check who the other one is: whoever unpickles trusts the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pickle
 import socket
 import stat
 
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, open_anonymous_file, receive_with_fds, write_all
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, open_anonymous_file, read_peer, receive_with_fds, write_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +36,14 @@ def check_folder(folder: str) -> None:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder that only this user may enter; remove it")
+
+
+def check_peer(connection: socket.socket) -> int:
+    """Return the pid of the other end, or 0 if the system does not tell. Raises OSError: PermissionError if it is another user's."""
+    pid, uid = read_peer(connection) or (0, os.geteuid())
+    if uid != os.geteuid():
+        raise PermissionError(f"the other end of the socket is a program of user {uid}")
+    return pid
 
 
 def send_answer(visitor: socket.socket, answer: object) -> None:
