@@ -39,7 +39,7 @@ def check_folder(folder: str) -> None:
 
 
 def check_peer(connection: socket.socket) -> int:
-    """Return the pid of the other end, or 0 if the system does not tell. Raises OSError: PermissionError if it is another user's."""
+    """Return the pid of the other end, or 0 if the system does not tell. Raises PermissionError if it is another user's."""
     pid, uid = read_peer(connection) or (0, os.geteuid())
     if uid != os.geteuid():
         raise PermissionError(f"the other end of the socket is a program of user {uid}")
