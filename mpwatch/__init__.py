@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpwatch.results.collective import Collective, CollectiveState
     from mpwatch.results.failure import FailureKind, ProcessFailure
     from mpwatch.results.item_failure import ItemFailure
-    from mpwatch.results.model import Attempt, Progress, WorkerState
+    from mpwatch.results.model import Attempt, Lateness, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import RunHandle
     from mpwatch.running_jobs import Job, attach, jobs
@@ -44,6 +44,7 @@ __all__ = [
     "ItemFailedError",
     "ItemFailure",
     "Job",
+    "Lateness",
     "LaunchError",
     "LogSpec",
     "MpwatchError",
@@ -96,7 +97,7 @@ _NAMES = {  # by module
     ".results.collective": ("Collective", "CollectiveState"),
     ".results.failure": ("FailureKind", "ProcessFailure"),
     ".results.item_failure": ("ItemFailure",),
-    ".results.model": ("Attempt", "Progress", "WorkerState"),
+    ".results.model": ("Attempt", "Lateness", "Progress", "WorkerState"),
     ".results.run_result": ("RunResult",),
     ".run_handle": ("RunHandle",),
     ".running_jobs": ("Job", "attach", "jobs"),

@@ -17,6 +17,7 @@ from mpwatch.events.types import (
     Restarting,
     RunEnded,
     RunStarted,
+    SlowRank,
     StateChanged,
     Stopping,
     WorkerExited,
@@ -95,7 +96,7 @@ class Lane:
                 self.end(at)
                 self.begin("restart", "waiting to be restarted", at, delay=event.delay)
                 self.call = call_name
-        if isinstance(event, HeartbeatLate | WorkerFailed | WorkerExited | CollectivesRecorded):
+        if isinstance(event, HeartbeatLate | SlowRank | WorkerFailed | WorkerExited | CollectivesRecorded):
             self.marks.append(event)
 
     def _begin_call(self, at: float) -> None:

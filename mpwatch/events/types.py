@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mpwatch.results.collective import Collective
 from mpwatch.results.failure import ProcessFailure, format_exit, format_failure, format_ranks
-from mpwatch.results.model import Progress, WorkerState, format_end
+from mpwatch.results.model import Lateness, Progress, WorkerState, format_end
 from mpwatch.results.report import format_count
 from mpwatch.results.to_json import to_json
 
@@ -178,6 +178,24 @@ class HeartbeatLate(Event):
 
     def __str__(self) -> str:
         return f"{self._who}: silent for {self.silent_seconds:.1f} s of {self.heartbeat_timeout:.1f} s allowed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank(Event):
+    """The other ranks wait for this rank in most collectives of torch.distributed. The run goes on.
+
+    SlowRank is published once for a rank, and again if another rank becomes the slow one. It needs torch 2.13, ranks on one
+    node, and `Backend(stall_after=...)` that is not None.
+
+    Attributes:
+        lateness: in how many collectives the rank was last, by how much, and where it was.
+    """
+
+    lateness: Lateness
+    log_level = WARNING
+
+    def __str__(self) -> str:
+        return f"{self.lateness}: the others wait for it"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from mpwatch.results.clean_text import clean_line
+from mpwatch.results.collective import DEFAULT_GROUP
 from mpwatch.results.failure import ProcessFailure, format_root_cause
 
 
@@ -53,6 +55,40 @@ class Progress:
     total: int | None
     metrics: Mapping[str, float]
     elapsed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lateness:
+    """How late the slow rank was: the rank for which the others waited in most collectives of a process group.
+
+    `str(lateness)` is a sentence such as "rank 3 was last in 940 of 1,000 all_reduces, by 180 ms in the median (data.py:41
+    in load)". mpwatch reads the records of torch's flight recorder every few seconds, so it may not see all collectives.
+
+    Attributes:
+        rank: the slow rank, as a global rank.
+        times_last: in how many collectives it was the last rank that came.
+        collectives: how many collectives of the group were compared: the latest 1,000 at most.
+        name: the operation of these collectives, such as "all_reduce". It is empty if there were several.
+        group: name of the process group, as in Collective.
+        seconds: the median of the seconds by which the rank came after the rank before it.
+        place: the line of the user's code where the rank was most often when the others waited for it, such as "data.py:41
+            in load". It is empty if it is not known.
+    """
+
+    rank: int
+    times_last: int
+    collectives: int
+    name: str
+    group: str
+    seconds: float
+    place: str = ""
+
+    def __str__(self) -> str:
+        group = "" if self.group == DEFAULT_GROUP else f" of group {clean_line(self.group)}"
+        what = f"{self.collectives:,} {self.name or 'collective'}s{group}"
+        place = f" ({self.place})" if self.place else ""
+        late = f"by {self.seconds * 1000:.0f} ms in the median{place}"
+        return f"rank {self.rank} was last in {self.times_last:,} of {what}, {late}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

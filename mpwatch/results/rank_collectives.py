@@ -1,7 +1,7 @@
 """`RankCollectives`: the collectives that one rank has reported to the watcher. Without I/O."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpwatch.results.collective import Collective, CollectiveState
@@ -20,6 +20,9 @@ class RankCollectives:
     """Whether these are all collectives that the rank has called. It is False if the oldest ones are missing."""
     torch_rank: int | None = None
     """The rank in torch's default process group, or None if there was none. It can differ from mpwatch's rank."""
+
+    answered_at: float = field(default=0.0, compare=False)
+    """The time of the answer, by CLOCK_REALTIME. The field `seconds` of each collective counts back from it."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
@@ -41,6 +44,7 @@ class RankCollectives:
             has_all=bool(data["has_all"]),
             torch_rank=None if data["torch_rank"] is None else int(data["torch_rank"]),
             collectives=collectives,
+            answered_at=float(data["answered_at"]),
         )
 
 

@@ -6,7 +6,7 @@ All times in this module are seconds of CLOCK_MONOTONIC.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mpwatch.results.model import WorkerState
+from mpwatch.results.model import Lateness, WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class RankStatus:
     """Resident memory in bytes, shared pages included. It is None if it is not known."""
     cpu_seconds: float | None = None
     """CPU time that the process has used, in seconds. It is None if it is not known."""
+    lateness: Lateness | None = None
+    """Set if the other ranks wait for this one in most collectives."""
     seen_at: float
     """The time at which the watcher read this status."""
     node: int = 0

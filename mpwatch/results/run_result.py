@@ -27,7 +27,7 @@ from mpwatch.events.types import Event, RunStarted
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
 from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure, format_ranks
-from mpwatch.results.model import Attempt, Progress, WorkerState, format_end
+from mpwatch.results.model import Attempt, Lateness, Progress, WorkerState, format_end
 from mpwatch.results.places import format_location
 from mpwatch.results.report import FATE_LINES, format_count, format_times
 from mpwatch.results.stacks import Stacks
@@ -94,6 +94,8 @@ class RunResult(Sequence[T]):
         stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "StopPolicy(after=3600)". It is
             empty if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
             `stop_cause`, but `stopped_at` is None.
+        slow_rank: the rank for which the others waited in most of the latest collectives, as of the last check. It is None
+            if no rank was slow, if mpwatch is not sure, and on several nodes. See `mpwatch.events.SlowRank`.
         elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
             WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
         events: the latest 100,000 events of the run, in the order in which the watcher noticed them. It is always empty for
@@ -116,6 +118,7 @@ class RunResult(Sequence[T]):
     keep_going: bool = False
     stopped_at: int | None = None
     stop_cause: str = ""
+    slow_rank: Lateness | None = None
     elapsed: float = 0.0
     events: tuple[Event, ...] = ()
 
@@ -298,6 +301,7 @@ def _list_facts(result: RunResult[Any]) -> list[tuple[str, str]]:
         "versions": ", ".join(versions),
         "last reports": _format_last_steps(result.progress),
         "metrics": ", ".join(metrics),
+        "slow rank": str(result.slow_rank or ""),
     }
     return [(name, text) for name, text in facts.items() if text]
 
@@ -318,6 +322,7 @@ def format_report(result: RunResult[Any]) -> str:
         lines.append(f"  last reports: {steps}")
     lines += [f"  {text}"] if (text := result._restart_text) else []
     lines += format_attempts(_failed_attempts(result))
+    lines += [f"  before that, {result.slow_rank}"] if result.slow_rank is not None else []
     lines += [f"  {note}" for note in result.notes]
     return "\n".join([result.verdict, *_format_details(result), *lines])
 

@@ -148,6 +148,7 @@ class Call:
             stop_timeout=spec.stop_policy.timeout if machine.is_stop_overdue else None,
             helpers_oom=helpers_oom,
             collective_verdict=collective_verdict,
+            slow_rank=self.monitor.lateness,
             log_dir=spec.logs.folder_of_run(self._events.run_id) if spec.logs is not None else "",
             attempt_started_at=self._begun_at,
             all_ready_at=self._all_ready_at,

@@ -27,11 +27,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from mpwatch.events.types import WorkerReady, WorkerStarted
+from mpwatch.events.types import SlowRank, WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit, format_ranks
-from mpwatch.results.model import WorkerState
+from mpwatch.results.model import Lateness, WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
@@ -463,6 +463,10 @@ class EventLoop:
                 if call is None or each is call:
                     self._inbox.post(partial(self._pass_on, m.EndCall(m.StopReason.FAILED), each))
 
+        def publish_slow_rank(lateness: Lateness) -> None:
+            attempt = self._ranks[lateness.rank].setup.worker.restart_count
+            self._event_bus.publish(SlowRank, [lateness.rank], attempt=attempt, lateness=lateness)
+
         return CollectiveMonitor(
             # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
             lambda: [self._pool.alive[number] for number in sorted(self._pool.alive)],
@@ -472,6 +476,7 @@ class EventLoop:
             is_checking=is_checking,
             call_at=self.timers.call_at,
             end_call=end_call,
+            on_slow_rank=publish_slow_rank,
             on_stall=None if self._node is None else self._node.on_stall,
         )
 

@@ -168,6 +168,7 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
         place=place,
         has_all=len(selected) == len(entries) and not _has_lost_records(recorded),
         torch_rank=_torch_rank,
+        answered_at=now / 1e9,
     )
 
 

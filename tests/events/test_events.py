@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 import mpwatch
 import mpwatch.events
-from mpwatch import Collective, CollectiveState, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
+from mpwatch import Collective, CollectiveState, FailureKind, Lateness, ProcessFailure, Progress, RunResult, WorkerState
 from mpwatch.events import (
     CollectivesRecorded,
     Event,
     JsonLines,
     Progressed,
     Restarting,
+    SlowRank,
     Stopping,
     WorkerExited,
     WorkerFailed,
@@ -273,10 +274,12 @@ def test_the_collectives_of_a_rank_are_at_the_mark_of_their_recording(tmp_path):
 
 
 AT = {"run_id": "a1b2c3d4e5", "ranks": (0, 1), "time": START, "monotonic": START}
+LATENESS = Lateness(rank=0, times_last=940, collectives=1000, name="all_reduce", group="default", seconds=0.18)
 SOME_EVENTS = [
     *(restarted_run() + failed_run() + moved_node_run()),
     CollectivesRecorded(collectives=(COLLECTIVE, WAITING), **AT),
     Progressed(step=3, total=None, metrics={"loss": math.inf}, **AT),
+    SlowRank(lateness=LATENESS, **AT),
     Stopping(stop_cause="SIGUSR1", after_step=None, **AT),
 ]
 SECONDS = st.floats(0, 100, allow_nan=False)

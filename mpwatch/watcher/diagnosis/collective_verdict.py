@@ -91,12 +91,12 @@ def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int]
 
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
     """Return all verdicts, the most certain first: MISMATCH, ABSENT (first of ranks that have returned), CROSSED."""
-    calls = _Calls(answers)
+    calls = Calls(answers)
     return [*_find_mismatch(calls), *_find_absent(calls, answers, set(returned))]
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
+    return next(filter(is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
@@ -111,7 +111,7 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 @dataclass(eq=False)
-class _Slot:
+class Slot:
     """Number N of a process group, which should be the same call on all ranks."""
 
     group: Group
@@ -126,7 +126,7 @@ class _Slot:
         return CollectiveVerdict(kind, tuple(blamed), sentence, group=self.group, sequence=self.number, **more)
 
 
-class _Calls:
+class Calls:
     """The collectives of all ranks, sorted by process groups and numbers. None if torch numbers the ranks otherwise."""
 
     def __init__(self, answers: Mapping[int, RankCollectives]) -> None:
@@ -134,9 +134,9 @@ class _Calls:
         self._answers = {
             rank: answers[rank] for rank in sorted(answers) if is_numbered_alike and answers[rank].torch_rank == rank
         }
-        self._slots: dict[tuple[Group, int], _Slot] = {}
+        self._slots: dict[tuple[Group, int], Slot] = {}
         self._last_numbers: dict[tuple[Group, int], int] = {}  # by group and rank
-        self.by_rank: dict[int, dict[_Slot, Collective]] = {rank: {} for rank in self._answers}  # oldest first
+        self.by_rank: dict[int, dict[Slot, Collective]] = {rank: {} for rank in self._answers}  # oldest first
         for rank, answer in self._answers.items():
             for call in answer.collectives:
                 if call.ranks and call.name not in POINT_TO_POINT:
@@ -144,36 +144,36 @@ class _Calls:
 
     def _add(self, rank: int, call: Collective) -> None:
         group = Group(call.group, call.backend, call.ranks)
-        slot = self._slots.setdefault((group, call.sequence), _Slot(group, call.sequence))
+        slot = self._slots.setdefault((group, call.sequence), Slot(group, call.sequence))
         self.by_rank[rank].pop(slot, None)
         self.by_rank[rank][slot] = slot.called[rank] = call
         self._last_numbers[group, rank] = max(call.sequence, self._last_numbers.get((group, rank), 0))
 
-    def list_slots(self) -> list[_Slot]:
+    def list_slots(self) -> list[Slot]:
         return sorted(self._slots.values(), key=lambda slot: slot.order)
 
-    def find_absent(self, slot: _Slot) -> set[int]:
+    def find_absent(self, slot: Slot) -> set[int]:
         """Return the ranks that have certainly not called it."""
         return {rank for rank in slot.group.ranks if rank in self._answers and self._lacks(rank, slot)}
 
-    def _lacks(self, rank: int, slot: _Slot) -> bool:
+    def _lacks(self, rank: int, slot: Slot) -> bool:
         number = self._last_numbers.get((slot.group, rank))
         return self._answers[rank].has_all if number is None else number < slot.number
 
-    def knows_all(self, slot: _Slot) -> bool:
+    def knows_all(self, slot: Slot) -> bool:
         return self._answers.keys() >= set(slot.group.ranks)
 
 
-def _is_waiting(call: Collective) -> bool:
+def is_waiting(call: Collective) -> bool:
     return call.state is CollectiveState.WAITING
 
 
 # --- Mismatch ---
 
 
-def _find_mismatch(calls: _Calls) -> list[CollectiveVerdict]:
+def _find_mismatch(calls: Calls) -> list[CollectiveVerdict]:
     for slot in calls.list_slots():
-        if any(map(_is_waiting, slot.called.values())) and (camps := _find_camps(slot.called)):
+        if any(map(is_waiting, slot.called.values())) and (camps := _find_camps(slot.called)):
             return [_make_mismatch(slot, camps)]
     return []
 
@@ -213,7 +213,7 @@ def _read_root(call: Collective) -> Signature | None:
 DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reduction, _read_root)
 
 
-def _make_mismatch(slot: _Slot, camps: list[list[int]]) -> CollectiveVerdict:
+def _make_mismatch(slot: Slot, camps: list[list[int]]) -> CollectiveVerdict:
     called = slot.called
     # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
     unknown = len(slot.group.ranks) - sum(map(len, camps))
@@ -260,13 +260,13 @@ def _format_place(call: Collective) -> str:
 # --- Absent ranks ---
 
 
-def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned: set[int]) -> list[CollectiveVerdict]:
-    waiting: dict[_Slot, list[int]] = {}
+def _find_absent(calls: Calls, answers: Mapping[int, RankCollectives], returned: set[int]) -> list[CollectiveVerdict]:
+    waiting: dict[Slot, list[int]] = {}
     for rank, of_rank in calls.by_rank.items():
-        slot = next((slot for slot, call in of_rank.items() if _is_waiting(call)), None)
+        slot = next((slot for slot, call in of_rank.items() if is_waiting(call)), None)
         if slot is not None:
             waiting.setdefault(slot, []).append(rank)
-    absent_from: dict[_Slot, set[int]] = {}
+    absent_from: dict[Slot, set[int]] = {}
     for slot in sorted(waiting, key=lambda slot: slot.order):
         if absent := calls.find_absent(slot):
             absent_from[slot] = absent
@@ -284,9 +284,7 @@ def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned
     return verdicts
 
 
-def _find_closed(
-    slots: list[_Slot], waiting: Mapping[_Slot, list[int]], absent_from: Mapping[_Slot, set[int]]
-) -> list[_Slot]:
+def _find_closed(slots: list[Slot], waiting: Mapping[Slot, list[int]], absent_from: Mapping[Slot, set[int]]) -> list[Slot]:
     """Select the collectives in which ranks wait for one another: each absent rank waits in another of them."""
     while True:
         inside = {rank for slot in slots for rank in waiting[slot]}
@@ -298,12 +296,12 @@ def _find_closed(
 
 def _find_block(answer: RankCollectives) -> Collective | None:
     """Return a call in which the rank waits, also `recv` and the like. Prefer one whose source line is known."""
-    pending = [call for call in answer.collectives if _is_waiting(call)]
+    pending = [call for call in answer.collectives if is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 
 
 def _make_absent(
-    slot: _Slot, waiting: list[int], calls: _Calls, absent: list[int], *, have_returned: bool
+    slot: Slot, waiting: list[int], calls: Calls, absent: list[int], *, have_returned: bool
 ) -> CollectiveVerdict:
     call = slot.called[waiting[0]]
     where = f"{call.title} ({', '.join(filter(None, (call.tensors, call.group_title)))})"
@@ -331,9 +329,9 @@ def _format_wait(ranks: list[int]) -> str:
 
 
 def _make_crossed(
-    calls: _Calls,
-    waiting: Mapping[_Slot, list[int]],
-    absent_from: Mapping[_Slot, set[int]],
+    calls: Calls,
+    waiting: Mapping[Slot, list[int]],
+    absent_from: Mapping[Slot, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
     """Blame nobody if the cause may be a rank that is not in `waiting`."""

@@ -106,6 +106,7 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         log_dir=attempt.log_dir,
         stopped_at=max((step for seen in attempt.ranks.values() if (step := seen.stopped_step) is not None), default=None),
         stop_cause=attempt.stop_cause,
+        slow_rank=attempt.slow_rank,
         notes=tuple(notes),
         elapsed=attempt.ended_at - attempt.run_started_at,
     )

@@ -10,7 +10,7 @@ from functools import partial
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
-from mpwatch.results.model import Progress
+from mpwatch.results.model import Lateness, Progress
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, get_current_collective
 from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
@@ -87,6 +87,7 @@ class AttemptObservations:
     stop_timeout: float | None = None  # the limit for that, if the ranks have exceeded it
     log_dir: str = ""
     collective_verdict: CollectiveVerdict | None = None  # which has ended the attempt
+    slow_rank: Lateness | None = None
     helpers_oom: str = ""  # what shows that the out-of-memory killer killed other processes than the ranks
     attempt_started_at: float = 0.0  # when these ranks were started
     all_ready_at: float | None = None

@@ -4,6 +4,7 @@
         MISMATCH, twice ---> the machine's event EndCall
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> EndCall
+        on one node, SlowRankFinder names a rank for which the others often wait ---> the event SlowRank
 
 A mismatch must be found twice in a row, since some collectives succeed even with different data types. All waits begin anew
 after a suspension of the program or its limits.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mpwatch.os_support.clock import monotonic
+from mpwatch.results.model import Lateness
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
@@ -27,6 +29,7 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     get_current_collective,
     select_new_stalls,
 )
+from mpwatch.watcher.diagnosis.slow_rank import SlowRankFinder
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.messages import MessageKind
@@ -52,6 +55,7 @@ class CollectiveMonitor:
     is_checking: Callable[[], bool]  # whether a call is running, and its limits are not suspended
     call_at: Callable[[float, Callable[[], object]], object]
     end_call: Callable[[], object]
+    on_slow_rank: Callable[[Lateness], object]
     # On several nodes, called when the stalled ranks of this node have changed: with the collectives of all ranks, or with
     # none if no rank is stalled, and with the ranks that have returned. None on one node.
     on_stall: StallCallback | None
@@ -70,6 +74,8 @@ class CollectiveMonitor:
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
         self._waits_since = -math.inf  # no wait counts from an earlier time
+        self.lateness: Lateness | None = None  # of the slow rank, as of the last check
+        self._slow_ranks, self._named_rank = SlowRankFinder(), -1
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
@@ -132,6 +138,8 @@ class CollectiveMonitor:
         ]
         if self.on_stall is not None and self.is_checking():
             self._report_stall(self.on_stall, returned)
+        elif self.is_checking():
+            self._find_slow_rank()
         verdicts = find_verdicts(self._answers, returned)
         if not self.is_checking() or not verdicts:
             self._last_mismatch = None
@@ -144,6 +152,13 @@ class CollectiveMonitor:
         else:
             self._last_mismatch = verdicts[0]
             self.call_at(self.now() + CONFIRM_SECONDS, self._check)
+
+    def _find_slow_rank(self) -> None:
+        self._slow_ranks.add({rank: answer for rank, answer in self._answers.items() if self.is_called(rank)})
+        self.lateness = self._slow_ranks.find()
+        if self.lateness is not None and self.lateness.rank != self._named_rank:
+            self._named_rank = self.lateness.rank
+            self.on_slow_rank(self.lateness)
 
     def _get_wait(self, verdict: CollectiveVerdict) -> float:
         return min(verdict.seconds, self._asked_at - self._waits_since)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import ProcessUsage, read_process_usage
@@ -50,7 +51,9 @@ def _current_status(rank: Rank, pool: ProcessPool) -> RankStatus:
     state = state or _final_state(observed, stopped_at)
     usage = read_process_usage(observed.pid) if observed.pid is not None else None
     heartbeat = pool.read_heartbeat(rank)
-    return _build_status(observed, state, heartbeat, usage, monotonic())  # time last: no heartbeat is later than that
+    status = _build_status(observed, state, heartbeat, usage, monotonic())  # time last: no heartbeat is later than that
+    late = None if rank.call is None else rank.call.monitor.lateness
+    return replace(status, lateness=late) if late is not None and late.rank == rank.number else status
 
 
 def _final_status(observed: RankObservations, stopped_at: float | None, now: float) -> RankStatus:

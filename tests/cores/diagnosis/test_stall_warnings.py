@@ -22,7 +22,7 @@ class Simulation:
     def __init__(self, stall_after, answer_of, delays=(0.0,)):
         self.now, self._timers, self._order = 0.0, [], itertools.count()
         self._answer_of, self._delays = answer_of, itertools.cycle(delays)
-        self.warned_at, self.ended_at, self.is_checking = [], [], True
+        self.warned_at, self.ended_at, self.slow, self.is_checking = [], [], [], True
         ranks = [self._make_rank(number) for number in range(3)]
         self.monitor = CollectiveMonitor(
             lambda: ranks,
@@ -32,6 +32,7 @@ class Simulation:
             is_checking=lambda: self.is_checking,
             call_at=self.call_at,
             end_call=lambda: self.ended_at.append(self.now),
+            on_slow_rank=self.slow.append,
             on_stall=None,
             now=lambda: self.now,
         )

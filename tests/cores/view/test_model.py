@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from mpwatch import WorkerState
+from mpwatch import Lateness, WorkerState
 from mpwatch.live_view import formatting
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.model import SnapshotBuilder
@@ -18,6 +18,7 @@ from mpwatch.results.rank_status import RankReport, RankStatus
 
 MB = 1_000_000
 DASH = formatting.UNKNOWN
+LATE = Lateness(rank=1, times_last=9, collectives=10, name="", group="default", seconds=0.18)
 DONE = {"state": WorkerState.SUCCEEDED}
 
 
@@ -97,6 +98,7 @@ WITH_LOSS = [status(rank, 1, metrics={"loss": loss, "lr": 0.1}) for rank, loss i
         ("step 30 of 100 (30 %); 3 ranks running", [status(0, 30), status(1, 20, total=40), status(2, 40, total=None)]),
         ("step 1999 of 2000 (99 %); 1 rank running", [status(0, 1999, total=2000)]),
         ("step 1 of 100 (1 %); loss 3, lr 0.1; 3 ranks running", WITH_LOSS),
+        ("2 ranks running; rank 1 comes last, by 180 ms", [status(0), status(1, lateness=LATE)]),
     ],
 )
 def test_the_overall_line(line, statuses):
