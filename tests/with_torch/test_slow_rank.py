@@ -40,8 +40,8 @@ def test_the_slow_rank_is_named_once(nprocs, caplog):
     result = run(nprocs, 1, STEPS, 0.01)
     late = result.slow_rank
     assert late.rank == 1
-    assert late.times_last >= 0.8 * late.collectives >= 40
-    assert 0.02 < late.seconds < 0.1
+    assert STEPS >= late.collectives >= late.times_last > late.collectives / 2
+    assert 0.01 < late.seconds < 0.2
     assert late.place.endswith(" in load")
     (event,) = of_kind(SlowRank, result.events)
     assert event.ranks == (1,)

@@ -9,11 +9,13 @@ A collective counts if certainly all ranks of its group came to it from work of 
   there a program lets the others wait for one rank on purpose, for example for a checkpoint.
 - So did each rank in the one before it: nobody entered the one before all had entered the other. If somebody has, the other
   was asynchronous, as with the buckets of DistributedDataParallel, and the lateness was counted there.
+- It came at least 5 ms later than that one. Two that follow each other closely say nothing about the work before the first.
 - No rank of the group uses send or recv, by which it may have waited for a slow rank of another group.
 
 A rank is not named if in another of its groups it is another rank that is late: it may be the victim of that one.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,10 +39,11 @@ COUNTED = (SAME_INPUTS | SAME_OUTPUTS | {"all_to_all"}) - {"broadcast", "reduce"
 MAX_COLLECTIVES = 1000  # of a group, the latest
 MAX_GROUPS = 64
 MAX_PLACES = 100  # of the ranks of a group, the latest
-# What a rank is named for. The checks keep a short disturbance of the machine from being enough.
-MIN_COLLECTIVES, MIN_CHECKS = 50, 8
-MIN_SHARE_LAST = 0.8
-MIN_SECONDS, MIN_SHARE_OF_STEP = 0.005, 0.05
+# A rank is named if it was last in this share of at least so many collectives, and so many standard deviations more often
+# than one of equal ranks is by chance; and in so many checks, since a shorter disturbance of the machine may soon be over.
+MIN_COLLECTIVES, MIN_CHECKS, MIN_SHARE_LAST, MIN_DEVIATIONS = 50, 8, 0.5, 5.0
+MIN_SECONDS, MIN_SHARE_OF_STEP = 0.002, 0.05  # by which it is late in the median
+MIN_STEP = 0.005  # seconds between two collectives
 
 
 class _Entry(NamedTuple):
@@ -60,19 +63,26 @@ class _History:
     places: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PLACES))  # where which rank was late
 
     def find(self, group: Group) -> Lateness | None:
-        if len(self.entries) < MIN_COLLECTIVES:
+        total, share = len(self.entries), 1 / len(group.ranks)
+        if total < MIN_COLLECTIVES:
             return None
         ((rank, count),) = Counter(entry.last for entry in self.entries).most_common(1)
         found = [entry for entry in self.entries if entry.last == rank]
+        newer = [entry.last for entry in self.entries][total // 2 :]
         seconds, step = median(entry.lateness for entry in found), median(entry.step for entry in self.entries)
-        is_rare = count < MIN_SHARE_LAST * len(self.entries) or len({entry.check for entry in found}) < MIN_CHECKS
-        if is_rare or seconds < max(MIN_SECONDS, MIN_SHARE_OF_STEP * step):
+        is_certain = (
+            count >= total * max(MIN_SHARE_LAST, share + MIN_DEVIATIONS * math.sqrt(share * (1 - share) / total))
+            and newer.count(rank) >= len(newer) * MIN_SHARE_LAST  # it is still slow
+            and len({entry.check for entry in found}) >= MIN_CHECKS
+            and seconds >= max(MIN_SECONDS, MIN_SHARE_OF_STEP * step)
+        )
+        if not is_certain:
             return None
         places = Counter(place for late, place in self.places if late == rank).most_common(1)
         return Lateness(
             rank=rank,
             times_last=count,
-            collectives=len(self.entries),
+            collectives=total,
             name=next(iter(self.names)) if len(self.names) == 1 else "",
             group=group.name,
             seconds=seconds,
@@ -117,9 +127,11 @@ class SlowRankFinder:
         names_before = {call.name for call in before.called.values()}
         *_, (second, _), (last, rank) = entered = _list_entries(slot, answers)
         was_complete_at = _list_entries(before, answers)[-1][0]
-        if names <= COUNTED and names_before <= COUNTED | {"barrier"} and entered[0][0] >= was_complete_at:
+        step = last - was_complete_at
+        do_all_wait = names <= COUNTED and names_before <= COUNTED | {"barrier"}
+        if do_all_wait and entered[0][0] >= was_complete_at and step >= MIN_STEP:
             history.names |= names
-            history.entries.append(_Entry(self._checks, rank, last - second, last - was_complete_at))
+            history.entries.append(_Entry(self._checks, rank, last - second, step))
 
     def _add_place(self, slot: Slot, calls: Calls, answers: Mapping[int, RankCollectives]) -> None:
         """If exactly one rank is absent while the others wait, note where it is. It may be in another collective."""

@@ -111,9 +111,9 @@ def test_a_rank_that_was_slow_is_forgotten():
 
 
 def test_a_small_or_rare_delay_names_nobody():
-    small = Training(4, lambda rank, _: STEP + (0.004 if rank == 1 else 0.0))
+    small = Training(4, lambda rank, _: STEP + (0.001 if rank == 1 else 0.0))
     of_long_steps = Training(4, lambda rank, _: 10 * STEP + (SLOW if rank == 1 else 0.0))
-    rare = Training(4, lambda rank, number: STEP + (SLOW if rank == (1 if number % 4 else 2) else 0.0))
+    rare = Training(4, lambda rank, number: STEP + (SLOW if rank == number % 4 else 0.0))
     assert {late for training in (small, of_long_steps, rare) for late in training.watch(30.0, SlowRankFinder())} == {None}
 
 
@@ -128,6 +128,13 @@ def test_buckets_of_one_step_count_once():
     last = Training(4, work, names=("all_reduce",) * 10, is_async=True).watch(60.0, finder)[-1]
     assert last.rank == 3
     assert last.collectives < 1.1 * 60 / STEP
+
+
+def test_collectives_right_after_one_another_do_not_hide_the_slow_rank():
+    rng = random.Random(10)
+    work = make_work(uniform, 11, slow_rank=2, slow=STEP)
+    training = Training(4, lambda *at: rng.uniform(0, 0.001) if at[1] % 3 else work(*at), names=("all_reduce",) * 3)
+    assert training.watch(60.0, SlowRankFinder())[-1].rank == 2
 
 
 @pytest.mark.parametrize("name", ["broadcast", "gather", "barrier", "send"])
