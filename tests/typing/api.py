@@ -28,6 +28,7 @@ assert_type(mpwatch.run(mpwatch.Script(Path("train.py"), "--lr", "0.1"), nprocs=
 assert_type(mpwatch.main(mpwatch.Script("--lr", "0.1", module="pkg.train"), nprocs=2), RunResult[None])
 stopping = mpwatch.run(train, 2, stop=mpwatch.StopPolicy((signal.SIGUSR1,), after=3600, timeout=60.0))
 assert_type(stopping.stopped_at, int | None)
+assert_type(stopping.slow_rank, mpwatch.Lateness | None)
 assert_type(stopping.stop_cause, str)
 assert_type(mpwatch.should_stop(3), bool)
 assert_type(mpwatch.request_stop(), bool)
