@@ -232,7 +232,10 @@ def _fits(job: Job, which: int | str) -> bool:
     if isinstance(which, str) and not which.isdecimal():
         return False
     pid = int(which)
-    return pid in job.pids or any(rank.pid == pid for rank in job._ask_status().ranks)
+    try:
+        return pid in job.pids or any(rank.pid == pid for rank in job._ask_status().ranks)
+    except (LookupError, TimeoutError):  # it has ended just now
+        return False
 
 
 def _list_sockets() -> list[str]:
