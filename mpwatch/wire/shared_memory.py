@@ -61,6 +61,7 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 def clear_slot(fd: int, slot: int) -> None:
     """In the watcher: clear what the previous call of the rank has left."""
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
+    os.pwrite(fd, b"\0", slot * SLOT_SIZE + VISIT_AT)
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:

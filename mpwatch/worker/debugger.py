@@ -50,23 +50,28 @@ def install(channel: Channel, memory: mmap.mmap, *, post_mortem: bool) -> None:
     _is_post_mortem = post_mortem
     prompt = Prompt(channel, os.getpid())
     ModuleFinder("pdb", lambda module: route_pdb(module, prompt)).install()
-    stack_dumps.visit = lambda frame: take_visit(memory) and _open_visit(prompt, frame)
+    stack_dumps.visit = lambda frame: _open_visit(memory, prompt, frame)
 
 
-def _open_visit(prompt: Prompt, frame: FrameType | None) -> bool:
-    """Open a prompt for another program (Job.debug) at the next line after this signal handler. Return False if this thread
-    is at a prompt, or may be sending something.
+def _open_visit(memory: mmap.mmap, prompt: Prompt, frame: FrameType | None) -> bool:
+    """If another program asks for a prompt (Job.debug), open it at the next line after this signal handler, unless this
+    thread is at a prompt, or may be sending something. Return whether one was asked for.
     """
+    if not take_visit(memory):
+        return False
     import pdb  # noqa: T100  this is what the visitor asks for
 
     debugger: Any = pdb.Pdb()
     if debugger.stdin is not prompt or prompt.is_asking or prompt.channel.is_busy or os.getpid() != prompt.pid:
-        return False
+        return True
     prompt.is_visited = True
     if prompt.connection is not None:
         prompt.connection.close()
         prompt.connection = None
-    debugger.set_trace(frame)
+    try:  # no `suppress`, in which the debugger would stop
+        debugger.set_trace(frame)
+    except RuntimeError:  # the channel is closed
+        return True
     return True
 
 
