@@ -22,7 +22,7 @@ from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash
-from mpwatch.watcher.diagnosis.peer_errors import classify_exception
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
@@ -131,7 +131,7 @@ class RankReader:
                 self.request_collectives_of(rank)
             return m.Returned(rank.number)
         peer_error = classify_exception(message.body)
-        return m.Failed(rank.number, is_secondary=peer_error is not None and peer_error.should_wait_for_cause)
+        return m.Failed(rank.number, is_secondary=peer_error not in (None, PeerErrorKind.HINT))
 
     def _on_stack_data(self, rank: Rank) -> list[m.RankEvent]:
         was_complete = rank.stack_parser.is_complete()

@@ -52,8 +52,6 @@ class Group(NamedTuple):
 
 
 Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
-Signature = tuple[object, ...]  # two calls with different signatures do not fit
-Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it is not known
 
 
 @dataclass(frozen=True)
@@ -171,86 +169,75 @@ def is_waiting(call: Collective) -> bool:
 # --- Mismatch ---
 
 
-def _find_mismatch(calls: Calls) -> list[CollectiveVerdict]:
-    for slot in calls.list_slots():
-        if any(map(is_waiting, slot.called.values())) and (camps := _find_camps(slot.called)):
-            return [_make_mismatch(slot, camps)]
-    return []
+class Property(NamedTuple):
+    """What must be the same in all calls of a collective. `read` returns None if it is not known."""
+
+    read: Callable[[Collective], object]
+    describe: Callable[[Collective], str]
 
 
-def _find_camps(called: Mapping[int, Collective]) -> list[list[int]]:
-    """Return the camps of ranks that made the same call, the largest first. One camp alone is none."""
-    for read in DIFFERENCES:
-        camps: dict[Signature, list[int]] = {}
-        for rank, call in called.items():
-            if (signature := read(call)) is not None:
-                camps.setdefault(signature, []).append(rank)
-        if len(camps) > 1:
-            return sorted(camps.values(), key=lambda ranks: (-len(ranks), ranks))
-    return []
-
-
-def _read_operation(call: Collective) -> Signature:
-    return (call.name,)
-
-
-def _read_tensors(call: Collective) -> Signature | None:
+def _read_tensors(call: Collective) -> object:
     if call.name in SAME_INPUTS:
-        return *call.input_dtypes, *map(math.prod, call.input_shapes)
+        return call.input_dtypes, *map(math.prod, call.input_shapes)
     if call.name in SAME_OUTPUTS:
-        return *call.output_dtypes, *map(math.prod, call.output_shapes)
+        return call.output_dtypes, *map(math.prod, call.output_shapes)
     return None
 
 
-def _read_reduction(call: Collective) -> Signature | None:
-    return (call.reduce_op,) if call.reduce_op else None
+def _describe_tensors(call: Collective) -> str:
+    return call.tensors or "no tensor"
 
 
-def _read_root(call: Collective) -> Signature | None:
-    return None if call.root is None else (call.root,)
+OPERATION = Property(lambda call: call.name, _describe_tensors)
+PROPERTIES = (
+    OPERATION,
+    Property(_read_tensors, _describe_tensors),
+    Property(lambda call: call.reduce_op or None, lambda call: f"op {call.reduce_op}"),
+    Property(lambda call: call.root, lambda call: f"root {call.root}"),
+)
 
 
-DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reduction, _read_root)
+def _find_mismatch(calls: Calls) -> list[CollectiveVerdict]:
+    for slot in calls.list_slots():
+        if any(map(is_waiting, slot.called.values())):
+            for differing in PROPERTIES:
+                camps: dict[object, list[int]] = {}  # of ranks that made the same call
+                for rank, call in slot.called.items():
+                    if (value := differing.read(call)) is not None:
+                        camps.setdefault(value, []).append(rank)
+                if len(camps) > 1:
+                    largest_first = sorted(camps.values(), key=lambda ranks: (-len(ranks), ranks))
+                    return [_make_mismatch(slot, largest_first, differing)]
+    return []
 
 
-def _make_mismatch(slot: Slot, camps: list[list[int]]) -> CollectiveVerdict:
-    called = slot.called
+def _make_mismatch(slot: Slot, camps: list[list[int]], differing: Property) -> CollectiveVerdict:
     # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
     unknown = len(slot.group.ranks) - sum(map(len, camps))
     has_majority = len(camps[0]) > len(camps[1]) + unknown
-    read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
-    phrases = {
-        rank: _format_camps(called, [camp, *(other for other in camps if other is not camp)], read)
-        for camp in camps
-        for rank in camp
-    }
-    blamed = camps[1:] if has_majority else []
+    odd = camps[1:] if has_majority else camps[:1]
+    phrases = [
+        _format_camps(slot.called, [camp, *(other for other in camps if other is not camp)], differing) for camp in odd
+    ]
+    evidence = {rank: phrase for camp, phrase in zip(odd, phrases, strict=True) for rank in camp} if has_majority else {}
     return slot.make_verdict(
         VerdictKind.MISMATCH,
-        sorted(rank for camp in blamed for rank in camp),
-        "; ".join(f"{format_ranks(camp)} {phrases[camp[0]]}" for camp in blamed or camps[:1]),
-        evidence={rank: phrases[rank] for camp in blamed for rank in camp},
-        seconds=max(call.seconds for call in called.values()),
+        sorted(evidence),
+        "; ".join(f"{format_ranks(camp)} {phrase}" for camp, phrase in zip(odd, phrases, strict=True)),
+        evidence=evidence,
+        seconds=max(call.seconds for call in slot.called.values()),
     )
 
 
-def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
+def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], differing: Property) -> str:
     parts = []
     for camp in camps:
         call, is_first = called[camp[0]], camp is camps[0]
         who = "called" if is_first else format_ranks(camp)
         group = "" if call.group == DEFAULT_GROUP else f" of {call.group_title}"
-        title = f"{call.title}{group} " if is_first or read is _read_operation else ""
-        parts.append(f"{who} {title}with {_format_difference(call, read)}{_format_place(call)}")
+        title = f"{call.title}{group} " if is_first or differing is OPERATION else ""
+        parts.append(f"{who} {title}with {differing.describe(call)}{_format_place(call)}")
     return ", ".join(parts)
-
-
-def _format_difference(call: Collective, read: Reader) -> str:
-    if read is _read_reduction:
-        return f"op {call.reduce_op}"
-    if read is _read_root:
-        return f"root {call.root}"
-    return call.tensors or "no tensor"
 
 
 def _format_place(call: Collective) -> str:

@@ -14,7 +14,7 @@ from mpwatch.results.model import Lateness, Progress
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, get_current_collective
 from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
-from mpwatch.watcher.output.stderr_tail import StderrTail
+from mpwatch.watcher.output.pipes import StderrTail
 from mpwatch.wire.messages import Message
 from mpwatch.wire.shared_memory import HeartbeatSample
 

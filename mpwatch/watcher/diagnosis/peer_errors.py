@@ -19,61 +19,42 @@ class PeerErrorKind(Enum):
     OTHER_SIZE = auto()  # a peer sent more bytes than expected; either of the two may be wrong
     HINT = auto()  # the text has words that are used of peers; secondary only if another rank died at the same moment
 
-    @property
-    def should_wait_for_cause(self) -> bool:
-        return self is not PeerErrorKind.HINT
-
 
 class PeerErrorPattern(NamedTuple):
+    """Regular expressions: for the end of the class name, for what the text contains, in lower case, and what else."""
+
     kind: PeerErrorKind
-    type_name: str  # the class name ends with this
-    text: str = ""  # the exception's text, in lower case, contains this
-    second_text: str = ""  # and this
+    type_name: str
+    text: str = ""
+    second_text: str = ""
     raised_in: str = ""  # the file of the innermost frame ends with this
 
 
 LOST, TIMEOUT, POSSIBLY = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
 GLOO = "gloo/transport/"
+CLOSED = "connection (closed by peer|reset by peer|refused)|broken pipe|socket closed"
 PATTERNS = (
     # gloo. TIMEOUT comes first: gloo also reports connections that timed out as closed.
-    PeerErrorPattern(TIMEOUT, "RuntimeError", GLOO, "timed out waiting"),
-    PeerErrorPattern(TIMEOUT, "RuntimeError", GLOO, "timeout"),
-    PeerErrorPattern(LOST, "RuntimeError", GLOO, "connection closed by peer"),
-    PeerErrorPattern(LOST, "RuntimeError", GLOO, "connection reset by peer"),
-    PeerErrorPattern(LOST, "RuntimeError", GLOO, "connection refused"),
-    PeerErrorPattern(LOST, "RuntimeError", GLOO, "broken pipe"),
-    PeerErrorPattern(LOST, "RuntimeError", GLOO, "socket closed"),
+    PeerErrorPattern(TIMEOUT, "RuntimeError", GLOO, "timed out waiting|timeout"),
+    PeerErrorPattern(LOST, "RuntimeError", GLOO, CLOSED),
     PeerErrorPattern(TIMEOUT, "RuntimeError", "connectfullmesh failed", "timed out"),
     PeerErrorPattern(LOST, "RuntimeError", "connectfullmesh failed"),
-    PeerErrorPattern(TIMEOUT, "RuntimeError", "failed to pass monitoredbarrier"),
-    PeerErrorPattern(TIMEOUT, "RuntimeError", "successfully reached monitoredbarrier"),
+    PeerErrorPattern(TIMEOUT, "RuntimeError", "(failed to pass|successfully reached) monitoredbarrier"),
     # TCPStore
-    PeerErrorPattern(TIMEOUT, "DistStoreError", "wait timeout after"),
-    PeerErrorPattern(TIMEOUT, "DistStoreError", "timed out after"),
+    PeerErrorPattern(TIMEOUT, "DistStoreError", "(wait timeout|timed out) after"),
     PeerErrorPattern(TIMEOUT, "DistNetworkError", "has timed out after"),
-    PeerErrorPattern(LOST, "DistNetworkError", "recvvalue failed"),
-    PeerErrorPattern(LOST, "DistNetworkError", "sendbytes failed"),
-    PeerErrorPattern(LOST, "DistNetworkError", "connection"),
-    PeerErrorPattern(LOST, "DistNetworkError", "broken pipe"),
-    PeerErrorPattern(LOST, "DistNetworkError", "failed to connect"),
+    PeerErrorPattern(LOST, "DistNetworkError", "(recvvalue|sendbytes) failed|connection|broken pipe|failed to connect"),
     # NCCL
-    PeerErrorPattern(TIMEOUT, "DistBackendError", "watchdog caught collective operation timeout"),
-    PeerErrorPattern(TIMEOUT, "DistBackendError", "socket timeout"),
+    PeerErrorPattern(TIMEOUT, "DistBackendError", "watchdog caught collective operation timeout|socket timeout"),
     PeerErrorPattern(TIMEOUT, "DistBackendError", "wait timeout after"),
-    PeerErrorPattern(LOST, "DistBackendError", "remote process exited or there was a network error"),
-    PeerErrorPattern(LOST, "DistBackendError", "remote process exiting prematurely"),
-    PeerErrorPattern(LOST, "DistBackendError", "unexpected exit of a remote peer"),
+    PeerErrorPattern(LOST, "DistBackendError", "remote process exit(ed or there was a network error|ing prematurely)"),
+    PeerErrorPattern(LOST, "DistBackendError", "unexpected exit of a remote peer|connection closed by"),
     PeerErrorPattern(LOST, "DistBackendError", "nccl communicator was aborted"),
-    PeerErrorPattern(LOST, "DistBackendError", "connection closed by"),
     # connections and barriers of multiprocessing, streams of asyncio, and sockets
-    PeerErrorPattern(LOST, "EOFError", raised_in="multiprocessing/connection.py"),
-    PeerErrorPattern(LOST, "BrokenPipeError", raised_in="multiprocessing/connection.py"),
-    PeerErrorPattern(LOST, "ConnectionResetError", raised_in="multiprocessing/connection.py"),
+    PeerErrorPattern(LOST, "(EOF|BrokenPipe|ConnectionReset)Error", raised_in="multiprocessing/connection.py"),
     PeerErrorPattern(TIMEOUT, "BrokenBarrierError"),
     PeerErrorPattern(POSSIBLY, "IncompleteReadError", raised_in="asyncio/streams.py"),
-    PeerErrorPattern(POSSIBLY, "BrokenPipeError"),
-    PeerErrorPattern(POSSIBLY, "ConnectionResetError"),
-    PeerErrorPattern(POSSIBLY, "ConnectionAbortedError"),
+    PeerErrorPattern(POSSIBLY, "(BrokenPipe|ConnectionReset|ConnectionAborted)Error"),
 )
 # The thread of NCCL's watchdog prints this, and then ends the process with SIGABRT.
 NCCL_WATCHDOG_TEXT = "watchdog caught collective operation timeout"
@@ -107,12 +88,8 @@ def classify_death(exit_code: int | None, stderr: str, crash_stack: str, backend
 def _classify_node(node: decoder.ExceptionNode) -> PeerErrorKind | None:
     text = node["text"].lower()
     raised_in = node["frames"][-1]["file"] if node["frames"] else ""
-    for pattern in PATTERNS:
-        if (
-            node["name"].endswith(pattern.type_name)
-            and pattern.text in text
-            and pattern.second_text in text
-            and raised_in.endswith(pattern.raised_in)
-        ):
-            return pattern.kind
+    for kind, type_name, first, second, file in PATTERNS:
+        is_of_type = re.search(f"{type_name}$", node["name"]) and raised_in.endswith(file)
+        if is_of_type and re.search(first, text) and re.search(second, text):
+            return kind
     return PeerErrorKind.HINT if HINT_WORDS.search(text) else None

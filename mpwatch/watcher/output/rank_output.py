@@ -3,10 +3,10 @@
     rank's process           output thread of the watcher's process                           where it arrives
     --------------           --------------------------------------                           ----------------
     stdout --- pipe ---.     rank_output.py  reads each pipe --------- bytes as they are ---> log file
-    stderr --- pipe ---+---------> |                '---- stderr only: stderr_tail.py ------> report of a failure
+    stderr --- pipe ---+---------> |                '---- stderr only: StderrTail ----------> report of a failure
                pipes.py            v
                              rank_stream.py    one rank: bytes as they are; several ranks: lines with prefixes
-                                   |           (line_assembler.py makes one line of all updates of a progress bar)
+                                   |
                                    v
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
@@ -29,13 +29,11 @@ import os
 import platform
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
-from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import STREAMS, LogSpec
@@ -43,10 +41,11 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import write_all
 from mpwatch.os_support.processes import wait_for_thread_exit
+from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.pipes import OutputPipe, StdioFds, StdioOpener
+from mpwatch.watcher.output.rank_stream import RankStream
 from mpwatch.watcher.output.sinks import Sink, open_sink
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.resource_errors import with_remedy
 
 READ_SIZE = 44 << 10  # bytes: all that is made of them stays in the caches, needs no new pages, and fits into a pipe at once
@@ -70,16 +69,14 @@ class RankOutput:
         has_lines = bool(spec.prefix) or self._shown_ranks > 1
         self._stdio_opener = StdioOpener(spec, platform.node(), has_lines=has_lines)
         with ExitStack() as stack:
-            self._job_wakeup = stack.enter_context(closing(WakeupPipe()))
+            self._jobs = stack.enter_context(closing(Inbox()))
             try:
                 self._selector = stack.enter_context(DefaultSelector())
             except OSError as error:
                 raise LaunchError(with_remedy("the output of the ranks cannot be read", error)) from error
             self._resources = stack.pop_all()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._pipes: dict[int, OutputPipe] = {}  # by descriptor
+        self._pipes: dict[int, OutputPipe] = {}  # by descriptor; those that a process can still write to
         self._sinks: dict[str, Sink] = {}  # by the caller's stream, without those that nothing more is written to
-        self._coloured: Collection[str] = ()  # the caller's streams in which prefixes have colours
         self._thread: threading.Thread | None = None
         self._is_held = False  # only jobs run, such as `_drain_all`
         self._is_over = False  # the thread reads and writes nothing more
@@ -90,15 +87,14 @@ class RankOutput:
         if self._is_over or not self._shown_ranks:
             return
         targets = {stream: getattr(self._spec, stream) or getattr(sys, stream) for stream in STREAMS}
-        coloured = {stream for stream, target in targets.items() if _shows_colours(target)}
         sinks = {stream: sink for stream, target in targets.items() if (sink := open_sink(target)) is not None}
-        self._post(partial(self._start_call, sinks, coloured))
+        self._jobs.post(partial(self._start_call, sinks))
 
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
         """Raises LaunchError and OSError, and RuntimeError if the output thread cannot be started. See StdioOpener."""
         stdio = self._stdio_opener.open(worker, child_ends)
         if stdio.pipes:
-            self._post(partial(self._add_pipes, stdio.pipes))
+            self._jobs.post(partial(self._add_pipes, stdio.pipes))
             self._start()
         return stdio
 
@@ -110,17 +106,13 @@ class RankOutput:
             thread.start()
             self._thread = thread
 
-    def _post(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
-        self._job_wakeup.wake()
-
     def end_rank(self, stdio: StdioFds) -> None:
         """Drain and close the pipes of a rank when its process group has ended."""
-        self._post(partial(self._end_pipes, stdio.pipes))
+        self._jobs.post(partial(self._end_pipes, stdio.pipes))
 
     def hold(self, *, is_held: bool) -> None:
         """While a debugger's prompt is open, output waits until `drain_all`, and so does a rank whose pipe is full."""
-        self._post(partial(setattr, self, "_is_held", is_held))
+        self._jobs.post(partial(setattr, self, "_is_held", is_held))
 
     def drain_all(self, timeout: float | None) -> bool:
         """Wait until all that the ranks have written is in the log files and the caller's streams. Return False after
@@ -129,13 +121,13 @@ class RankOutput:
         if self._thread is None:
             return True
         done = threading.Event()
-        self._post(partial(self._drain_and_notify, done))
+        self._jobs.post(partial(self._drain_and_notify, done))
         self.is_reader_stalled = not (self._is_over or done.wait(timeout))
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
         """After the end of the last rank: write what is left, and end the thread. Returns at once."""
-        self._post(self._drain_and_stop)
+        self._jobs.post(self._drain_and_stop)
 
     def close(self) -> None:
         """Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams."""
@@ -150,31 +142,27 @@ class RankOutput:
 
     # --- jobs
 
-    def _start_call(self, sinks: dict[str, Sink], coloured: Collection[str]) -> None:
+    def _start_call(self, sinks: dict[str, Sink]) -> None:
         """End the lines of earlier calls. Use these sinks for the output of a new call."""
         for pipe in self._pipes.values():
-            if pipe.rank_stream is not None:
-                self._show(pipe, pipe.rank_stream.end_line())
+            self._show(pipe.rank_stream, pipe.rank_stream.end_line())
         self._close_sinks()
-        self._sinks, self._coloured = sinks, coloured
+        self._sinks = sinks
 
     def _add_pipes(self, pipes: Sequence[OutputPipe]) -> None:
         for pipe in pipes:
-            self._pipes[pipe.fd] = pipe
-            if not self._is_over:
+            if self._is_over:
+                pipe.close()
+            else:
+                self._pipes[pipe.fd] = pipe
                 self._selector.register(pipe.fd, EVENT_READ, pipe)
-                pipe.is_polled = True
 
     def _end_pipes(self, pipes: Sequence[OutputPipe]) -> None:
         for pipe in pipes:
-            if self._pipes.get(pipe.fd) is not pipe:  # after an error of this thread
-                continue
-            self._drain(pipe)
-            if pipe.rank_stream is not None:
-                self._show(pipe, pipe.rank_stream.end_line())
-            self._stop_polling(pipe)
-            del self._pipes[pipe.fd]
-            pipe.close()
+            if self._pipes.get(pipe.fd) is pipe:
+                self._drain(pipe)
+            if self._pipes.get(pipe.fd) is pipe:
+                self._end(pipe)
 
     def _drain_and_notify(self, done: threading.Event) -> None:
         try:
@@ -185,8 +173,7 @@ class RankOutput:
     def _drain_all(self) -> None:
         for pipe in list(self._pipes.values()):
             self._drain(pipe)
-            if pipe.rank_stream is not None:
-                self._show(pipe, pipe.rank_stream.take_update())
+            self._show(pipe.rank_stream, pipe.rank_stream.take_update())
         for stream, sink in list(self._sinks.items()):
             self._call_sink(stream, sink.flush)
 
@@ -198,7 +185,7 @@ class RankOutput:
 
     def _run(self) -> None:
         try:
-            self._selector.register(self._job_wakeup, EVENT_READ)
+            self._selector.register(self._jobs.wakeup, EVENT_READ)
             while not self._is_over:
                 self._run_once()
         except BaseException as error:  # noqa: BLE001  a bug in this thread: ranks get EPIPE and do not block
@@ -210,31 +197,23 @@ class RankOutput:
         if self._is_held:
             self._wait_for_jobs(None)
             return
-        streams = [pipe.rank_stream for pipe in self._pipes.values() if pipe.rank_stream is not None]
-        due_at = min((rank_stream.due_at for rank_stream in streams), default=math.inf)
-        timeout = None if due_at == math.inf else max(0.0, due_at - monotonic())
+        due_at = min((pipe.rank_stream.due_at for pipe in self._pipes.values()), default=math.inf)
         sizes = [0]
-        for key, _ in self._selector.select(timeout):
-            if key.fileobj is self._job_wakeup:
-                self._job_wakeup.drain()
+        for key, _ in self._selector.select(None if due_at == math.inf else max(0.0, due_at - monotonic())):
+            if key.data is None:
+                self._jobs.run_all()
             elif (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it meanwhile
                 sizes.append(self._read(pipe))
-            self._run_jobs()
         for pipe in self._pipes.values():
-            if pipe.rank_stream is not None and pipe.rank_stream.due_at <= monotonic():
-                self._show(pipe, pipe.rank_stream.take_update())
+            if pipe.rank_stream.due_at <= monotonic():
+                self._show(pipe.rank_stream, pipe.rank_stream.take_update())
         if 0 < max(sizes) < READ_SIZE:
             # Wait for more output: else each printed line would wake this thread, which costs a rank more than printing.
             self._wait_for_jobs(BATCH_SECONDS)
 
     def _wait_for_jobs(self, seconds: float | None) -> None:
-        if wait([self._job_wakeup.fileno()], seconds):
-            self._job_wakeup.drain()
-            self._run_jobs()
-
-    def _run_jobs(self) -> None:
-        while self._jobs:
-            self._jobs.popleft()()
+        if wait([self._jobs.wakeup.fileno()], seconds):
+            self._jobs.run_all()
 
     def _drain(self, pipe: OutputPipe) -> None:
         """Read at most about DRAIN_LIMIT bytes, because a child of the rank may never stop writing."""
@@ -243,27 +222,26 @@ class RankOutput:
                 break
 
     def _read(self, pipe: OutputPipe) -> int:
-        """Read once from the pipe. Pass the bytes on. Return how many bytes were read."""
-        data = pipe.read(READ_SIZE) if pipe.is_polled else None
-        if data:
-            self._distribute(pipe, data)
-        elif data is not None:
-            self._stop_polling(pipe)
-        return len(data or b"")
-
-    def _distribute(self, pipe: OutputPipe, data: bytes) -> None:
+        """Read once from the pipe, and pass the bytes on. Return how many. At the end, when nobody can write any more, 0."""
+        try:
+            data = os.read(pipe.fd, READ_SIZE)
+        except BlockingIOError:
+            return 0
+        if not data:
+            self._end(pipe)
+            return 0
         if pipe.stderr_tail is not None:
             pipe.stderr_tail.feed(data)
         if pipe.file_fd is not None:
             self._write_to_file(pipe, pipe.file_fd, data)
-        if pipe.rank_stream is not None:
-            self._show(pipe, pipe.rank_stream.feed(data, monotonic()))
+        self._show(pipe.rank_stream, pipe.rank_stream.feed(data, monotonic()))
+        return len(data)
 
-    def _stop_polling(self, pipe: OutputPipe) -> None:
-        """All writers have closed the pipe. The log file stays open until `_end_pipes`."""
-        if pipe.is_polled:
-            pipe.is_polled = False
-            self._selector.unregister(pipe.fd)
+    def _end(self, pipe: OutputPipe) -> None:
+        self._show(pipe.rank_stream, pipe.rank_stream.end_line())
+        del self._pipes[pipe.fd]
+        self._selector.unregister(pipe.fd)
+        pipe.close()
 
     def _write_to_file(self, pipe: OutputPipe, file_fd: int, data: bytes) -> None:
         try:
@@ -272,11 +250,10 @@ class RankOutput:
             pipe.close_file()
             self._deferred_log.warning("the log file %s is incomplete: %s", pipe.path, error)
 
-    def _show(self, pipe: OutputPipe, data: bytes) -> None:
-        rank_stream = pipe.rank_stream
-        if rank_stream is not None and data and (sink := self._sinks.get(rank_stream.stream)) is not None:
-            text = rank_stream.add_prefix(data, is_coloured=rank_stream.stream in self._coloured)
-            self._call_sink(rank_stream.stream, partial(sink.write, text))
+    def _show(self, rank_stream: RankStream, data: bytes) -> None:
+        stream = rank_stream.stream
+        if stream is not None and data and (sink := self._sinks.get(stream)) is not None:
+            self._call_sink(stream, partial(sink.write, rank_stream.add_prefix(data, is_coloured=sink.has_colours)))
 
     def _call_sink(self, stream: str, call: Callable[[], None]) -> None:
         """If the sink raises an exception, log a warning and write nothing more to it."""
@@ -291,24 +268,15 @@ class RankOutput:
 
     def _release(self) -> None:
         self._is_over = True
-        with ExitStack() as stack:
-            stack.callback(self._close_all)
-            self._run_jobs()
-
-    def _close_all(self) -> None:
-        while self._pipes:
-            self._pipes.popitem()[1].close()
-        self._close_sinks()
-        self._resources.close()
+        try:
+            self._jobs.run_all()
+        finally:
+            while self._pipes:
+                self._pipes.popitem()[1].close()
+            self._close_sinks()
+            self._resources.close()
 
     def _close_sinks(self) -> None:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.close()
-
-
-def _shows_colours(stream: Any) -> bool:
-    """Whether the stream is a terminal with colours, and the user has not turned them off (https://no-color.org)."""
-    with suppress(Exception):  # the calling program may have put any object there
-        return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
-    return False

@@ -13,6 +13,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import IO, Any, Protocol
 
@@ -22,6 +23,8 @@ RAW_STREAMS = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 class Sink(Protocol):
     """`write` and `flush` raise what the stream raises. `close` leaves the caller's stream open."""
+
+    has_colours: bool  # whether prefixes have
 
     def write(self, data: bytes) -> None: ...
     def flush(self) -> None: ...
@@ -54,6 +57,7 @@ class _FileSink:
     """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
+        self.has_colours = _shows_colours(stream)
         self._fd = os.dup(stream.fileno())
         is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
         self._atomic_bytes = sys.maxsize if is_file else select.PIPE_BUF
@@ -84,8 +88,7 @@ class _TextSink:
     """Writes text to any object with a method `write`, which runs with the contextvars of the caller's thread."""
 
     def __init__(self, stream: IO[str], context: Context) -> None:
-        self._stream = stream
-        self._context = context
+        self._stream, self._context, self.has_colours = stream, context, _shows_colours(stream)
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def write(self, data: bytes) -> None:
@@ -101,3 +104,10 @@ class _TextSink:
 
     def _call(self, function: Callable[..., Any], *args: Any) -> None:
         self._context.run(function, *args)
+
+
+def _shows_colours(stream: IO[str]) -> bool:
+    """Whether the stream is a terminal with colours, and the user has not turned them off (https://no-color.org)."""
+    with suppress(Exception):  # the calling program may have put any object there
+        return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+    return False
