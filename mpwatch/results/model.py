@@ -73,6 +73,7 @@ class Lateness:
         seconds: the median of the seconds by which the rank came after the rank before it.
         place: the line of the user's code where the rank was most often when the others waited for it, such as "data.py:41
             in load". It is empty if it is not known.
+        stack: the stack of its main thread there, once, with the most recent call first, in the format of faulthandler.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class Lateness:
     group: str
     seconds: float
     place: str = ""
+    stack: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         group = "" if self.group == DEFAULT_GROUP else f" of group {clean_line(self.group)}"

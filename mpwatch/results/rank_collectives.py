@@ -16,6 +16,8 @@ class RankCollectives:
     """The latest collectives of the rank, with the oldest first."""
     place: str = ""
     """The line of the user's code in which the main thread was. It is empty if it is not known."""
+    stack: str = field(default="", compare=False)
+    """The stack of the main thread, with the most recent call first, in the format of faulthandler."""
     has_all: bool = True
     """Whether these are all collectives that the rank has called. It is False if the oldest ones are missing."""
     torch_rank: int | None = None
@@ -41,6 +43,7 @@ class RankCollectives:
         collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])
         return cls(
             place=str(data["place"]),
+            stack=str(data["stack"]),
             has_all=bool(data["has_all"]),
             torch_rank=None if data["torch_rank"] is None else int(data["torch_rank"]),
             collectives=collectives,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 BATCH_OF_POINT_TO_POINT = "batch_isend_irecv"  # the function of torch.distributed
 MAX_COLLECTIVES = 64  # in an answer, which has the collectives that were called last
+MAX_FRAMES = 50  # in the stack of an answer, the innermost ones
 MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_group")  # older versions of torch lack some
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
 ROOT_ARGUMENTS = ("src", "dst")
@@ -166,6 +167,7 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
     return RankCollectives(
         collectives=tuple(found),
         place=place,
+        stack=_format_stack(frames),
         has_all=len(selected) == len(entries) and not _has_lost_records(recorded),
         torch_rank=_torch_rank,
         answered_at=now / 1e9,
@@ -266,6 +268,14 @@ def _format_user_place(frames: list[FrameType]) -> str:
         return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]
     return format_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _format_stack(frames: list[FrameType]) -> str:
+    lines = [
+        f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+        for frame in frames[:MAX_FRAMES]
+    ]
+    return "\n".join(lines)
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:

@@ -1,6 +1,6 @@
 """Finds the rank for which the others wait in most collectives. Pure.
 
-    the answers of each check ---> SlowRankFinder.add ---> by group: who was last, and by how much ---> find
+    the answers of each check ---> SlowRankFinder.add ---> by group: when who entered each collective ---> find
 
 All ranks of a machine share the clock of torch's records, so the times at which they entered a collective can be compared.
 A collective counts if certainly all ranks of its group came to it from work of their own:
@@ -17,7 +17,7 @@ A rank is not named if in another of its groups it is another rank that is late:
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -39,10 +39,11 @@ COUNTED = (SAME_INPUTS | SAME_OUTPUTS | {"all_to_all"}) - {"broadcast", "reduce"
 MAX_COLLECTIVES = 1000  # of a group, the latest
 MAX_GROUPS = 64
 MAX_PLACES = 100  # of the ranks of a group, the latest
-# A rank is named if it was last in this share of at least so many collectives, and so many standard deviations more often
-# than one of equal ranks is by chance; and in so many checks, since a shorter disturbance of the machine may soon be over.
-MIN_COLLECTIVES, MIN_CHECKS, MIN_SHARE_LAST, MIN_DEVIATIONS = 50, 8, 0.5, 5.0
-MIN_SECONDS, MIN_SHARE_OF_STEP = 0.002, 0.05  # by which it is late in the median
+# A rank is named if, in the median, it enters later than each other rank, by so many seconds and by this share of a step.
+# Of so many collectives, it entered after the next one by so many standard deviations more often than one of two equal ranks
+# would by chance; and in so many checks, since a short disturbance of the machine may soon be over.
+MIN_SECONDS, MIN_SHARE_OF_STEP = 0.002, 0.05
+MIN_COLLECTIVES, MIN_DEVIATIONS, MIN_CHECKS = 50, 5.0, 8
 MIN_STEP = 0.005  # seconds between two collectives
 
 
@@ -50,9 +51,15 @@ class _Entry(NamedTuple):
     """Of a collective that all ranks have entered."""
 
     check: int
-    last: int  # the rank that entered it last
-    lateness: float  # seconds after the rank before it
-    step: float  # seconds since the last rank entered the collective before
+    entered: Mapping[int, float]  # by rank, the earliest first, in seconds since the last rank entered the collective before
+
+
+class _Place(NamedTuple):
+    """Where a rank was while the others waited for it."""
+
+    rank: int
+    place: str
+    stack: str
 
 
 @dataclass
@@ -60,34 +67,42 @@ class _History:
     last_number: int
     names: set[str] = field(default_factory=set)
     entries: deque[_Entry] = field(default_factory=lambda: deque(maxlen=MAX_COLLECTIVES))
-    places: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PLACES))  # where which rank was late
+    places: deque[_Place] = field(default_factory=lambda: deque(maxlen=MAX_PLACES))
 
     def find(self, group: Group) -> Lateness | None:
-        total, share = len(self.entries), 1 / len(group.ranks)
+        entries, total = list(self.entries), len(self.entries)
         if total < MIN_COLLECTIVES:
             return None
-        ((rank, count),) = Counter(entry.last for entry in self.entries).most_common(1)
-        found = [entry for entry in self.entries if entry.last == rank]
-        newer = [entry.last for entry in self.entries][total // 2 :]
-        seconds, step = median(entry.lateness for entry in found), median(entry.step for entry in self.entries)
+        *_, other, rank = sorted(group.ranks, key=lambda rank: median(entry.entered[rank] for entry in entries))
+        late = [list(entry.entered.values()) for entry in entries if next(reversed(entry.entered)) == rank]
+        after_other = [entry for entry in entries if entry.entered[rank] > entry.entered[other]]
         is_certain = (
-            count >= total * max(MIN_SHARE_LAST, share + MIN_DEVIATIONS * math.sqrt(share * (1 - share) / total))
-            and newer.count(rank) >= len(newer) * MIN_SHARE_LAST  # it is still slow
-            and len({entry.check for entry in found}) >= MIN_CHECKS
-            and seconds >= max(MIN_SECONDS, MIN_SHARE_OF_STEP * step)
+            _is_later(rank, other, entries)
+            and _is_later(rank, other, entries[total // 2 :])  # it is still slow
+            and len(after_other) >= total / 2 + MIN_DEVIATIONS * math.sqrt(total) / 2
+            and len({entry.check for entry in after_other}) >= MIN_CHECKS
         )
-        if not is_certain:
+        if not is_certain or not late:
             return None
-        places = Counter(place for late, place in self.places if late == rank).most_common(1)
+        stacks = {late.place: late.stack for late in self.places if late.rank == rank}
+        places = Counter(late.place for late in self.places if late.rank == rank).most_common(1)
+        place = places[0][0] if places else ""
         return Lateness(
             rank=rank,
-            times_last=count,
+            times_last=len(late),
             collectives=total,
             name=next(iter(self.names)) if len(self.names) == 1 else "",
             group=group.name,
-            seconds=seconds,
-            place=places[0][0] if places else "",
+            seconds=median(last - second for *_, second, last in late),
+            place=place,
+            stack=stacks.get(place, ""),
         )
+
+
+def _is_later(rank: int, other: int, entries: Sequence[_Entry]) -> bool:
+    seconds = median(entry.entered[rank] for entry in entries) - median(entry.entered[other] for entry in entries)
+    step = median(max(entry.entered.values()) for entry in entries)
+    return seconds >= max(MIN_SECONDS, MIN_SHARE_OF_STEP * step)
 
 
 class SlowRankFinder:
@@ -125,21 +140,22 @@ class SlowRankFinder:
     def _add_entry(self, history: _History, before: Slot, slot: Slot, answers: Mapping[int, RankCollectives]) -> None:
         names = {call.name for call in slot.called.values()}
         names_before = {call.name for call in before.called.values()}
-        *_, (second, _), (last, rank) = entered = _list_entries(slot, answers)
-        was_complete_at = _list_entries(before, answers)[-1][0]
-        step = last - was_complete_at
+        entered, entered_before = _list_entries(slot, answers), _list_entries(before, answers)
+        was_complete_at = max(entered_before.values())
+        since = {rank: at - was_complete_at for rank, at in entered.items()}
         do_all_wait = names <= COUNTED and names_before <= COUNTED | {"barrier"}
-        if do_all_wait and entered[0][0] >= was_complete_at and step >= MIN_STEP:
+        if do_all_wait and min(since.values()) >= 0 and max(since.values()) >= MIN_STEP:
             history.names |= names
-            history.entries.append(_Entry(self._checks, rank, last - second, step))
+            history.entries.append(_Entry(self._checks, since))
 
     def _add_place(self, slot: Slot, calls: Calls, answers: Mapping[int, RankCollectives]) -> None:
         """If exactly one rank is absent while the others wait, note where it is. It may be in another collective."""
         absent = calls.find_absent(slot)
         if len(absent) == 1 and absent | slot.called.keys() == set(slot.group.ranks):
             (rank,) = absent
-            if (place := answers[rank].place) and not any(map(is_waiting, answers[rank].collectives)):
-                self._histories[slot.group].places.append((rank, place))
+            answer = answers[rank]
+            if answer.place and not any(map(is_waiting, answer.collectives)):
+                self._histories[slot.group].places.append(_Place(rank, answer.place, answer.stack))
 
     def find(self) -> Lateness | None:
         """Return the rank for which others wait longest, if it is certain that one does."""
@@ -152,6 +168,7 @@ class SlowRankFinder:
         return max(certain, key=lambda late: late.seconds, default=None)
 
 
-def _list_entries(slot: Slot, answers: Mapping[int, RankCollectives]) -> list[tuple[float, int]]:
+def _list_entries(slot: Slot, answers: Mapping[int, RankCollectives]) -> dict[int, float]:
     """Return when which rank has entered it, the first one first."""
-    return sorted((answers[rank].answered_at - call.seconds, rank) for rank, call in slot.called.items())
+    entered = {rank: answers[rank].answered_at - call.seconds for rank, call in slot.called.items()}
+    return dict(sorted(entered.items(), key=lambda item: item[1]))

@@ -38,6 +38,7 @@ CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 MIN_CHECK_SECONDS = 0.05  # between two checks, at least
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
+MAX_LOOKS = 40  # further checks, MIN_CHECK_SECONDS apart, to see where a slow rank is while the others wait for it
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
 
@@ -75,7 +76,7 @@ class CollectiveMonitor:
         self._warned: set[Finding] = set()
         self._waits_since = -math.inf  # no wait counts from an earlier time
         self.lateness: Lateness | None = None  # of the slow rank, as of the last check
-        self._slow_ranks, self._named_rank = SlowRankFinder(), -1
+        self._slow_ranks, self._named_rank, self._looks_left = SlowRankFinder(), -1, MAX_LOOKS
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
@@ -156,7 +157,13 @@ class CollectiveMonitor:
     def _find_slow_rank(self) -> None:
         self._slow_ranks.add({rank: answer for rank, answer in self._answers.items() if self.is_called(rank)})
         self.lateness = self._slow_ranks.find()
-        if self.lateness is not None and self.lateness.rank != self._named_rank:
+        if self.lateness is None or self.lateness.rank == self._named_rank:
+            return
+        if not self.lateness.place and self._looks_left > 0:
+            self._looks_left -= 1
+            self.call_at(self.now() + MIN_CHECK_SECONDS, self._check)
+        else:
+            self._looks_left = MAX_LOOKS
             self._named_rank = self.lateness.rank
             self.on_slow_rank(self.lateness)
 

@@ -12,6 +12,7 @@ STEP, SLOW = 0.03, 0.006  # seconds
 PERIOD = 1.3  # between two checks
 COMMUNICATION = 0.0005
 PLACE = "data.py:41 in load"
+STACK = '  File "data.py", line 41 in load'
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Training:
             if rank in ranks and entries[rank] <= now:
                 make = waiting if now < released_at else call
                 found.append(make(operation, number, 8, ranks=ranks, group=name, seconds=now - entries[rank]))
-        return answer(rank, *found[-64:], answered_at=now, place=PLACE, has_all=len(found) <= 64)
+        return answer(rank, *found[-64:], answered_at=now, place=PLACE, stack=STACK, has_all=len(found) <= 64)
 
     def watch(self, seconds, finder, groups=None):
         """Return what each check has found."""
@@ -84,7 +85,7 @@ def test_a_slow_rank_is_named_with_its_place(nprocs):
     training = Training(nprocs, make_work(uniform, 1, slow_rank=1, slow=STEP))
     first, *_, last = training.watch(30.0, SlowRankFinder())
     assert first is None
-    assert (last.rank, last.place, last.name, last.group) == (1, PLACE, "all_reduce", "default")
+    assert (last.rank, last.place, last.stack, last.name, last.group) == (1, PLACE, STACK, "all_reduce", "default")
     assert last.times_last > 0.9 * last.collectives
     assert last.collectives <= 1000
     assert STEP / 2 < last.seconds < STEP * 1.2
