@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -50,10 +50,10 @@ class Job:
         started_at: seconds since the epoch.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
-        self.pids = tuple(sorted({_pid_of(path) for path in paths}))
-        status = self._ask_status()
+    def __init__(self, statuses: Mapping[str, _Status]) -> None:
+        self._paths = tuple(statuses)
+        self.pids = tuple(sorted({_pid_of(path) for path in statuses}))
+        status = next(iter(statuses.values()))
         self.run_id, self.fn, self.started_at = status.run_id, status.fn, status.started_at
 
     @property
@@ -189,7 +189,7 @@ def jobs() -> list[Job]:
 
 def _find_jobs(missed: list[str]) -> list[Job]:
     """`missed` gets a line for each socket whose job is left out."""
-    by_run: dict[str, list[str]] = {}
+    by_run: dict[str, dict[str, _Status]] = {}
     for path in _list_sockets():
         if (version := _version_of(path)) != __version__:
             missed.append(f"process {_pid_of(path)} has mpwatch {version}, and this one has {__version__}")
@@ -200,12 +200,9 @@ def _find_jobs(missed: list[str]) -> list[Job]:
             missed.append(str(error))
         else:
             if answer is not None:
-                by_run.setdefault(_Status(*answer).run_id, []).append(path)
-    found = []
-    for paths in by_run.values():
-        with suppress(LookupError, TimeoutError):  # it has ended just now
-            found.append(Job(paths))
-    return sorted(found, key=lambda job: job.started_at)
+                status = _Status(*answer)
+                by_run.setdefault(status.run_id, {})[path] = status
+    return sorted(map(Job, by_run.values()), key=lambda job: job.started_at)
 
 
 def attach(which: int | str | None = None) -> Job:

@@ -79,7 +79,7 @@ def test_in_another_terminal(eventually):
     """With rich, the view is drawn in place, and Ctrl-C ends the view only."""
 
     def enter(*words):
-        return screens.Program("-m", "mpwatch", *words, env=ENV)
+        return screens.Program("-m", "mpwatch", *words, env=ENV, columns=200)  # other jobs may have long names
 
     with running() as program:
         find_job(program.pid, eventually)
