@@ -121,4 +121,4 @@ def test_public_names_are_sorted_and_documented():
 
 def test_import_mpwatch_loads_no_large_package():
     program = "import sys, mpwatch; mpwatch.run, mpwatch.events.JsonLines; print(*sys.modules)"
-    assert not {"torch", "cloudpickle", "numpy", "asyncio"} & set(python("-c", program).stdout.split())
+    assert not {"torch", "cloudpickle", "tblib", "numpy", "asyncio"} & set(python("-c", program).stdout.split())

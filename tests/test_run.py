@@ -235,4 +235,4 @@ def test_a_rank_imports_only_what_the_function_needs_and_not_the_script(tmp_path
     (tmp_path / "script.py").write_text(SCRIPT)
     first, modules = python(str(tmp_path / "script.py")).stdout.splitlines()
     assert first == "the script is run"
-    assert not set(modules.split()) & {"torch", "cloudpickle", "numpy", "dataclasses", "tempfile"}
+    assert not set(modules.split()) & {"torch", "cloudpickle", "tblib", "numpy", "dataclasses", "tempfile"}

@@ -36,7 +36,7 @@ mpwatch/wire uses these details of CPython directly:
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
   If a new version of CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong
   carets.
-- exceptions/tracebacks.py assumes that `compile` sets the `co_firstlineno` of a module to 1. If a new version of CPython
+- exceptions/carets.py assumes that `compile` sets the `co_firstlineno` of a module to 1. If a new version of CPython
   sets the `co_firstlineno` of a module to another number, the line numbers in tracebacks are wrong.
 """
 

@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
     python = Path(folder) / "bin" / "python"
     # without dependencies: torch has hundreds of megabytes, and this code does not need it
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "pytest>=8.2"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "tblib", "pytest>=8.2"], check=True)
     code = (
         "import mpwatch, importlib.metadata as metadata\n"
         "print(mpwatch.__version__, metadata.version('mpwatch'), list(mpwatch.run(abs, 2, args=(-3,))))"

@@ -1,10 +1,7 @@
-"""The frames of a traceback: plain values in the rank, which become frames again in the caller.
+"""The frames of a traceback: plain values in the rank, which tblib makes into frames again in the caller.
 
     rank    read_frames       traceback -> [Frame, ...], the outermost first
-    caller  build_traceback   [Frame, ...] -> traceback
-
-The caller makes a frame by running a statement that raises, compiled with the file, line and columns of the expression that
-raised in the rank (Python marks the columns with carets), and with the names of its function.
+    caller  build_traceback   [Frame, ...] -> tblib -> traceback; carets.py adds what tblib lacks
 
 pytest and IPython hide a frame that has a true `__tracebackhide__`, so this variable is sent, too. The values of other
 variables are sent only with debug="locals", as text (local_variables.py).
@@ -12,16 +9,11 @@ variables are sent only with debug="locals", as text (local_variables.py).
 
 from __future__ import annotations
 
-import ast  # traceback imports it at its first use, which would make a failure later by 3 ms
 from itertools import islice
-from types import CodeType, TracebackType
-
-from mpwatch.wire.exceptions.source_lines import COMMAND
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
+    from types import FrameType, TracebackType
     from typing import Any
 
 Frame = dict[str, "Any"]  # the keys are in `_read_frame`, and "locals" if the rank has sent variables
@@ -29,8 +21,6 @@ Frame = dict[str, "Any"]  # the keys are in `_read_frame`, and "locals" if the r
 Span = tuple[int, int, int]
 HIDE_VARIABLE = "__tracebackhide__"
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
-NO_COLUMN = -1  # makes the compiler write no columns
-NO_FIRST_LINE = 0  # of code from a string: Python 3.14 would show lines of the caller's own `python -c` program
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
@@ -72,41 +62,25 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
     return (end, column, end_column) if (start, column) <= (end, end_column) else None
 
 
-def build_traceback(frames: Sequence[Frame]) -> TracebackType | None:
-    trace = None
-    codes: dict[tuple[Any, ...], CodeType] = {}  # the frames of a recursion share their code
+def build_traceback(frames: list[Frame]) -> TracebackType | None:
+    from tblib import Traceback
+
+    from mpwatch.wire.exceptions.carets import add_carets
+
+    first = None
     for frame in reversed(frames):
-        key = tuple(frame[name] for name in ("file", "qualname", "first_line", "line", "span"))
-        if key not in codes:
-            codes[key] = _compile_raise(frame)
-        raised = _raise_in(codes[key], frame)
-        trace = TracebackType(trace, raised.tb_frame, raised.tb_lasti, frame["line"])
-    return trace
-
-
-def _compile_raise(frame: Frame) -> CodeType:
-    line = frame["line"]
-    end, column, end_column = frame["span"] or (line, NO_COLUMN, NO_COLUMN)
-    first = NO_FIRST_LINE if frame["file"] == COMMAND else min(frame["first_line"], line)
-    before = first - 1  # the compiler counts from line 1, until `replace` sets another first line
-    place: Any = {
-        "lineno": line - before,
-        "end_lineno": end - before,
-        "col_offset": column,
-        "end_col_offset": end_column,
-    }
-    module = ast.Module([ast.Raise(ast.Constant(None, **place), None, **place)], [])
-    return compile(module, frame["file"], "exec").replace(
-        co_name=frame["name"], co_qualname=frame["qualname"], co_firstlineno=first
-    )
-
-
-def _raise_in(code: CodeType, frame: Frame) -> TracebackType:
-    variables = frame.get("locals", {}) | ({HIDE_VARIABLE: True} if frame["is_hidden"] else {})
-    trace: Any = None
-    try:
-        exec(code, {"__name__": frame["module"], "__file__": frame["file"]}, variables)  # noqa: S102  it only raises
-    except TypeError as error:  # None is no exception
-        trace = error.__traceback__
-    raised: TracebackType = trace.tb_next  # the first entry is the frame of this function
-    return raised
+        entry = Traceback.from_dict(
+            {
+                "tb_frame": {
+                    "f_globals": {"__name__": frame["module"], "__file__": frame["file"]},
+                    "f_locals": frame.get("locals", {}) | ({HIDE_VARIABLE: True} if frame["is_hidden"] else {}),
+                    "f_code": {"co_filename": frame["file"], "co_name": frame["name"]},
+                    "f_lineno": frame["line"],
+                },
+                "tb_lineno": frame["line"],
+                "tb_next": None,  # linked below: from_dict recurses, and a RecursionError has 1,000 frames
+            }
+        )
+        entry.tb_next = first
+        first = entry
+    return add_carets(first.as_traceback(), frames) if first is not None else None
