@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mpwatch
-from mpwatch.wire.pickling.reducers import pack_by_value
+from mpwatch.wire.pickling.pickler import pack_by_value
 
 
 class Engine(Protocol):

@@ -22,7 +22,7 @@ from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.wire.pickling.reducers import pack_by_value
+from mpwatch.wire.pickling.pickler import pack_by_value
 
 CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0
 READ_SIZE = 1 << 16

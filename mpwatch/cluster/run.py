@@ -22,7 +22,7 @@ from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import format_report
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
-from mpwatch.wire.pickling.reducers import pack_by_value
+from mpwatch.wire.pickling.pickler import pack_by_value
 
 T = TypeVar("T")
 ENGINE_METHODS = ("start", "cancel", "close")

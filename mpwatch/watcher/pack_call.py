@@ -8,7 +8,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.per_rank import find_per_rank, format_argument
 from mpwatch.options.validation import name_of
 from mpwatch.wire.pickling import unpicklable
-from mpwatch.wire.pickling.call_payload import FunctionCall, Payload, find_refused, pack
+from mpwatch.wire.pickling.call_payload import FunctionCall, Payload, pack
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 
@@ -54,13 +54,13 @@ def _explain_failure(parts: Iterable[tuple[str, Any]], error: Exception) -> str:
     if is_resource_shortage(error):  # no argument is to blame, and each one that is tried now would fail, too
         return with_remedy("the call could not be packed", error)
     named = list(parts)
-    found = find_refused([value for _, value in named])
+    found = unpicklable.find_refused([value for _, value in named], is_call=True)
     if found is None:
         return f"the call cannot be sent to the ranks: {type(error).__name__}: {error}"
     part, reason = found
     path = unpicklable.find_path(named, part)
     if path is None:  # pickling has made the part
-        path = f"{next(name for name, value in named if find_refused(value))} holds something"
+        path = f"{next(name for name, value in named if unpicklable.find_refused(value, is_call=True))} holds something"
     link = ", a" if path.startswith("fn ") else " is a"
     return (
         f"{path}{link} {type(part).__module__}.{type(part).__qualname__}, which cannot be sent to the ranks "

@@ -228,7 +228,7 @@ def pickle_value(value: object) -> Packed:
             raise
         from mpwatch.wire.pickling import unpicklable
 
-        part = return_values.find_refused(value)
+        part, _ = unpicklable.find_refused(value) or (value, None)
         path = unpicklable.find_path([("its return value", value)], part)
         if path is None:  # pickling has made the part
             path, part = "its return value", value

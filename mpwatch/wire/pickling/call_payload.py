@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any, Self
 
-    from mpwatch.wire.pickling.pickler import Pickler
-
 # Bytes. A call up to this size is sent over the channel itself. The send must not block, and some systems' sockets hold 8
 # KiB.
 MAX_INLINE_SIZE = 7 << 10
@@ -97,7 +95,7 @@ _earlier_threads: list[threading.Thread] | None = None  # during `unpack`: the t
 _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that were started during `unpack`
 
 
-class _SpawnPopenStub:
+class SpawnPopenStub:
     """Imitates the Popen object of multiprocessing, since locks, queues, connections and tensors in shared memory can be
     pickled only while a process is spawned (see os_support/cpython_private.py).
     """
@@ -122,10 +120,12 @@ class _SpawnPopenStub:
 
 def pack(call: FunctionCall) -> Payload:
     """Pickle a call. Raises OSError, and every exception that pickling raises."""
+    from mpwatch.wire.pickling.pickler import Pickler  # not at the top: a rank may not need cloudpickle
+
     payload = Payload()
     try:
-        with _SpawnPopenStub(payload.duplicate_fd):
-            pickler = _make_pickler(payload)
+        with SpawnPopenStub(payload.duplicate_fd):
+            pickler = Pickler(payload, payload.keep, is_call=True)
             about = (call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout)
             for content in (about, *call.parts):
                 pickler.dump(content)
@@ -137,27 +137,6 @@ def pack(call: FunctionCall) -> Payload:
     except BaseException:
         payload.close()
         raise
-
-
-def find_refused(thing: Any) -> tuple[Any, Exception] | None:
-    """Return the part that cannot be pickled, and why. None if `thing` can be."""
-    payload = Payload()
-    pickler = _make_pickler(payload)
-    try:
-        with _SpawnPopenStub(payload.duplicate_fd):
-            pickler.dump(thing)
-    except Exception as error:  # noqa: BLE001  pickling runs code of the user
-        return pickler.last, error
-    finally:
-        payload.close()
-    return None
-
-
-def _make_pickler(packed: Packed) -> Pickler:
-    from mpwatch.wire.pickling.pickler import Pickler  # not at the top: a rank may not need cloudpickle
-    from mpwatch.wire.pickling.reducers import get_table
-
-    return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> FunctionCall:

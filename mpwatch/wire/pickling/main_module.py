@@ -128,12 +128,11 @@ def _prepare_child(prepare: Callable[[str], dict[str, Any]], main: Any, name: st
     if sys.modules["__main__"] is not main:  # a Script, which is imported as it is without mpwatch
         return data
     from mpwatch.wire.pickling.pickler import Pickler
-    from mpwatch.wire.pickling.reducers import get_table
 
     stream = io.BytesIO()
     defined = [value for value in vars(main).values() if getattr(value, "__module__", None) == "__main__"]
     try:
-        pickler = Pickler(stream, get_table(for_call=True), is_call=True)
+        pickler = Pickler(stream, is_call=True)
         pickler.dump(defined)
     except Exception:  # noqa: BLE001  an object that arrived in another way. The process then imports the script
         return data

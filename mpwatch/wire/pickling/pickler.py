@@ -12,6 +12,7 @@ those of a base. It copies the globals of other modules into wrappers of decorat
 import abc
 import copyreg
 import dis
+import io
 import re
 import sys
 import typing
@@ -31,9 +32,7 @@ from cloudpickle import cloudpickle as internals
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.pickling import definitions
 from mpwatch.wire.pickling.definitions import Loaded, get_id
-
-Reduced = tuple[Any, ...]
-Reducers = Mapping[type, Callable[[Any], Any]]
+from mpwatch.wire.pickling.reducers import Reduced, get_table, is_made_here
 
 GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 READERS_OF_NAMES = {"globals", "eval", "exec"}
@@ -50,24 +49,27 @@ NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 HEAP_TYPE = 1 << 9  # in `type.__flags__`: not a class of C
 NOTHING: dict[str, Any] = {}
 EMPTY_CELL = CellType()
+Keep = Callable[[PickleBuffer], bool | None]
+
+
+def pack_by_value(value: object, keep: Keep | None = None) -> bytes:
+    """Pickle a value for another program that uses mpwatch. If it sends back a class of `__main__`, this program gets its
+    own.
+    """
+    stream = io.BytesIO()
+    Pickler(stream, keep).dump(value)
+    return stream.getvalue()
 
 
 class Pickler(cloudpickle.Pickler):
     """A pickler of a call in the caller, or of a value or an exception in any process.
 
     `keep` takes large buffers; without it they are in the pickle. With `is_call`, the receiver gets the values that the
-    globals of this process have now. For `table`, see reducers.py.
+    globals of this process have now.
     """
 
-    def __init__(
-        self,
-        stream: Any,
-        table: Reducers,
-        keep: Callable[[PickleBuffer], bool | None] | None = None,
-        *,
-        is_call: bool = False,
-    ) -> None:
-        self.dispatch_table = table  # before __init__, in which the C pickler reads it
+    def __init__(self, stream: Any, keep: Keep | None = None, *, is_call: bool = False) -> None:
+        self.dispatch_table = get_table(for_call=is_call)  # before __init__, in which the C pickler reads it
         super().__init__(stream, protocol=5, buffer_callback=keep)
         self.last: Any = None  # the object that has just been reduced. If pickling fails, it is the one that was refused
         self.is_call = is_call
@@ -129,7 +131,7 @@ class Pickler(cloudpickle.Pickler):
             if getattr(module, "__dict__", None) is names:
                 if _is_library(module):
                     found = Loaded(vars, module)
-                elif self.is_call and _is_made_here(module):
+                elif self.is_call and is_made_here(module):
                     found = Loaded(definitions.get_namespace, name)
             self.namespaces[id(names)] = found
         return self.namespaces[id(names)]
@@ -149,7 +151,7 @@ class Pickler(cloudpickle.Pickler):
                     used[each] = names[each]
             puts.append((namespace, used))
         home = _module_of(obj)
-        if self.is_call and home is not None and _is_made_here(home):
+        if self.is_call and home is not None and is_made_here(home):
             top, found = _resolve(vars(home), name or _name_of(obj))
             if found is obj:
                 puts.append((self._get_namespace(vars(home)), {top: vars(home)[top]}))
@@ -236,30 +238,13 @@ class Pickler(cloudpickle.Pickler):
 
 def _travels(module: Any) -> bool:
     """Return whether what the module defines is sent by value: no other process can import the module, or should."""
-    return internals._is_registered_pickle_by_value(module) or _is_made_here(module)
-
-
-def _is_made_here(module: Any) -> bool:
-    name = module.__name__
-    if name == "__main__":
-        return True
-    if type(module) is not ModuleType or module.__spec__ is not None or hasattr(module, "__file__"):
-        return False
-    top, dot, _ = name.partition(".")  # a module in C can make others, as torch._C does
-    return not dot or top not in sys.modules or _is_made_here(sys.modules[top])
+    return internals._is_registered_pickle_by_value(module) or is_made_here(module)
 
 
 def _is_library(module: Any) -> bool:
     """Return whether nothing in the module is of this program: what its functions use is in a rank, too."""
     is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
     return is_of_python or "-packages" in (getattr(module, "__file__", None) or "")
-
-
-def reduce_module(module: ModuleType) -> Any:
-    if module.__name__ == "__main__" or not _is_made_here(module):
-        return internals._module_reduce(module)
-    state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
-    return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_attributes
 
 
 def _reduce_stand_in(obj: Any) -> Any:

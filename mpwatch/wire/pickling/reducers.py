@@ -6,36 +6,27 @@ multiprocessing and torch have registered for spawned processes, and one for val
 
 import copyreg
 import functools
-import io
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
-from pickle import PickleBuffer
 from types import CellType, ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+from cloudpickle import cloudpickle as internals
 
 from mpwatch.os_support.cpython_private import get_spawn_reducers
 from mpwatch.wire.pickling import definitions
 from mpwatch.wire.pickling.packed import VIEW_REDUCERS
 from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
-from mpwatch.wire.pickling.pickler import Pickler, Reduced, Reducers, reduce_module
 
+Reduced = tuple[Any, ...]
+Reducers = Mapping[type, Callable[[Any], Any]]
 _tables: dict[bool, tuple[Any, Reducers]] = {}  # for calls and for values: what the table was made of, and the table
 
 
-def pack_by_value(value: object, keep: Callable[[PickleBuffer], bool | None] | None = None) -> bytes:
-    """Pickle a value for another program that uses mpwatch. If it sends back a class of `__main__`, this program gets its
-    own.
-    """
-    stream = io.BytesIO()
-    Pickler(stream, get_table(), keep).dump(value)
-    return stream.getvalue()
-
-
-def get_table(*, for_call: bool = False) -> Reducers:
+def get_table(*, for_call: bool) -> Reducers:
     sources = copyreg.dispatch_table, get_spawn_reducers() if for_call else {}, _get_loaded()
     if for_call not in _tables or _tables[for_call][0] != sources:
         # each copy is one call of C code, since another thread may be importing torch
@@ -98,6 +89,24 @@ def _reduce_plain(obj: Any) -> Any:
 # --- Objects of Python that neither pickle nor cloudpickle can send
 
 
+def is_made_here(module: Any) -> bool:
+    """Return whether this program has made the module, so that no other process can import it."""
+    name = module.__name__
+    if name == "__main__":
+        return True
+    if type(module) is not ModuleType or module.__spec__ is not None or hasattr(module, "__file__"):
+        return False
+    top, dot, _ = name.partition(".")  # a module in C can make others, as torch._C does
+    return not dot or top not in sys.modules or is_made_here(sys.modules[top])
+
+
+def _reduce_module(module: ModuleType) -> Any:
+    if module.__name__ == "__main__" or not is_made_here(module):
+        return internals._module_reduce(module)
+    state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
+    return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_attributes
+
+
 def _reduce_cell(cell: CellType) -> Reduced:
     """Two functions that share a variable still share it. cloudpickle gives each function a cell of its own."""
     try:
@@ -114,7 +123,7 @@ def _reduce_cached_property(prop: Any) -> Reduced:
 
 OBJECTS: Reducers = {
     CellType: _reduce_cell,
-    ModuleType: reduce_module,
+    ModuleType: _reduce_module,
     functools.cached_property: _reduce_cached_property,
     weakref.WeakKeyDictionary: lambda weak: (weakref.WeakKeyDictionary, (dict(weak),)),
     weakref.WeakValueDictionary: lambda weak: (weakref.WeakValueDictionary, (dict(weak),)),

@@ -10,7 +10,7 @@ import copyreg
 import io
 import pickle
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from types import FunctionType
 
@@ -42,14 +42,6 @@ def pack(value: Any) -> Packed:
 @cache
 def pack_none() -> bytes:
     return _pack(None, _make_plain_pickler).body
-
-
-def find_refused(value: Any) -> Any:
-    packed = Packed("mpwatch-value", MAX_INLINE_SIZE)
-    pickler = _make_pickler(packed, packed.keep)
-    with suppress(Exception), closing(packed):
-        pickler.dump(value)
-    return pickler.last
 
 
 def open_value(content: bytes | memoryview) -> tuple[str, Unpacked]:
@@ -124,9 +116,8 @@ def _make_plain_pickler(stream: Any, keep: Any) -> pickle.Pickler:
 
 def _make_pickler(stream: Any, keep: Any) -> Pickler:
     from mpwatch.wire.pickling.pickler import Pickler
-    from mpwatch.wire.pickling.reducers import get_table
 
-    return Pickler(stream, get_table(), keep)
+    return Pickler(stream, keep)
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:

@@ -1,15 +1,31 @@
-"""Find the path to the object that pickling has refused, such as "args[0].model.lock"."""
+"""Find the object that pickling has refused, and the path to it, such as "args[0].model.lock"."""
 
 import functools
 import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
 from typing import Any
+
+from mpwatch.wire.pickling.call_payload import Payload, SpawnPopenStub
 
 MAX_PARTS = 100_000  # to look at
 ATOMS = (int, float, complex, str, bytes, types.NoneType)
 Part = tuple[str, Any]  # the text that the part adds to the path, and the part itself
+
+
+def find_refused(thing: Any, *, is_call: bool = False) -> tuple[Any, Exception] | None:
+    """Return the part that cannot be pickled, and why. None if `thing` can be."""
+    from mpwatch.wire.pickling.pickler import Pickler  # not at the top: it imports cloudpickle
+
+    with closing(Payload()) as payload, SpawnPopenStub(payload.duplicate_fd) if is_call else nullcontext():
+        pickler = Pickler(payload, payload.keep, is_call=is_call)
+        try:
+            pickler.dump(thing)
+        except Exception as error:  # noqa: BLE001  pickling runs code of the user
+            return pickler.last, error
+    return None
 
 
 def find_path(named: Iterable[Part], refused: Any) -> str | None:
@@ -63,7 +79,7 @@ def _iterate_parts(thing: Any) -> Iterator[Part]:
 
 
 def _iterate_function_parts(fn: types.FunctionType) -> Iterator[Part]:
-    from mpwatch.wire.pickling.pickler import find_global_names  # not at the top: it imports cloudpickle
+    from mpwatch.wire.pickling.pickler import find_global_names
 
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
         try:
