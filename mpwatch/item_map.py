@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from logging import WARNING
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from mpwatch.errors import ItemFailedError, LaunchError, make_error
+from mpwatch.errors import ItemFailedError, LaunchError, RunFailedError, make_error
 from mpwatch.group import WorkerGroup
-from mpwatch.live_view.item_view import ItemView
+from mpwatch.live_view.item_view import select_item_view
 from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
@@ -40,7 +41,7 @@ from mpwatch.watcher.group_ranks import LOST_RANK
 from mpwatch.watcher.item_queue import ItemQueue, Task
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.view_driver import ViewDriver
+from mpwatch.watcher.observers.view_driver import View, ViewDriver
 from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
@@ -222,7 +223,7 @@ def map(
     item_map = ItemMap(
         fn,
         queue,
-        lambda: ItemView(spec.progress, total),
+        partial(select_item_view, spec.progress, total),
         {"nprocs": nprocs, **options, "progress": False},  # the view is that of the items
         buffersize=buffersize,
         ordered=ordered,
@@ -247,13 +248,13 @@ class _Feed:
 
 
 class ItemMap:
-    """One call of `map`. `options` are those of its WorkerGroup; `make_view` is called when the ranks are started."""
+    """One call of `map`. `options` are those of its WorkerGroup. `make_view` gets a function that counts the items."""
 
     def __init__(
         self,
         fn: Callable[[Any], Any],
         queue: ItemQueue,
-        make_view: Callable[[], ItemView],
+        make_view: Callable[[Callable[[], tuple[int, int]]], View | None],
         options: dict[str, Any],
         *,
         buffersize: int | None,
@@ -267,7 +268,7 @@ class ItemMap:
         self._options = options
         self._ordered = ordered
         self._yields_failures = on_error == "yield"
-        self._early: list[IndexedValue] = []  # outcomes of items that could not be sent
+        self._outcomes: list[IndexedValue] = []  # that were not yielded yet
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
         self._done_count = self._failed_count = 0
@@ -275,8 +276,8 @@ class ItemMap:
         self._dealt_at = 0.0  # CLOCK_MONOTONIC
         self._group: WorkerGroup
         self._load_payload: Payload  # the call of `load`
-        self._view: ItemView
-        self._progress: ViewDriver  # for the reports of the ranks
+        self._bar: ViewDriver
+        self._reports: ViewDriver  # of the ranks
 
     def run_in_order(self) -> Generator[Any, None, None]:
         __tracebackhide__ = True
@@ -293,30 +294,32 @@ class ItemMap:
         __tracebackhide__ = True
         try:
             yield from self._run()
-        except ItemFailedError as error:
+        except RunFailedError as error:
             raise error.with_traceback(None)  # noqa: B904  the same error, without the frames of this module
 
     def _run(self) -> Generator[IndexedValue, None, None]:
-        __tracebackhide__ = True
         with ExitStack() as stack:
             self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
-            self._progress = self._group._ranks.make_progress_driver()
-            self._view = self._make_view()
-            stack.callback(self._close_view, os.getpid())
+            self._reports = self._group._ranks.make_progress_driver()
+            make_view = partial(self._make_view, lambda: (self._done_count, self._failed_count))
+            self._bar = ViewDriver(make_view, lambda show: show(()), lambda _: True)
+            stack.callback(self._close_bar, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             try:
                 while self._deal():
-                    yield from self._receive()
+                    self._receive()
+                    outcomes, self._outcomes = self._outcomes, []
+                    yield from outcomes
             except GeneratorExit:
                 # Garbage collection in a thread that `close` waits for: the group ends by itself.
                 if threading.current_thread().name.startswith("mpwatch"):
                     stack.pop_all()
                 raise
 
-    def _close_view(self, pid: int) -> None:
+    def _close_bar(self, pid: int) -> None:
         if os.getpid() == pid:  # not a fork that leaves the loop, too
-            self._view.close(self._done_count, self._failed_count)
+            self._bar.close(())
 
     def _deal(self) -> bool:
         """Give items to free ranks. Return whether there are more outcomes to come."""
@@ -332,7 +335,7 @@ class ItemMap:
             while feed.call is None and feed.has_loaded and (tasks := self._queue.take_chunk(end)):
                 self._send(feed, tasks)  # or put them back, to be sent one by one
         has_items = self._queue.has_waiting or not self._queue.is_exhausted
-        return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
+        return has_items or bool(self._outcomes) or any(feed.tasks for feed in self._feeds)
 
     def _start(self, feed: _Feed) -> None:
         """Let the rank load the function. If the rank has died, it is started before."""
@@ -350,7 +353,7 @@ class ItemMap:
                     task.is_single = True
                 self._queue.put_back(tasks)
             elif self._yields_failures:
-                self._early += self._fail_without_call(feed, tasks[0], error)
+                self._fail_without_call(feed, tasks[0], error)
             else:
                 raise
         else:
@@ -358,46 +361,42 @@ class ItemMap:
             feed.tasks.extend(tasks)
             feed.sent = len(tasks)
 
-    def _receive(self) -> list[IndexedValue]:
-        """Wait until a value arrives or a call ends, and return the new outcomes."""
-        __tracebackhide__ = True
+    def _receive(self) -> None:
+        """Wait until a value arrives or a call ends, unless there are outcomes already."""
         self._group._check_process("map")
-        outcomes, self._early = self._early, []
-        self._view.update(self._done_count, self._failed_count)
-        if not outcomes:
+        self._bar.update()
+        if not self._outcomes:
             due_at, now = self._queue.due_at, monotonic()
             # If it was due already when the free ranks got their items, it waits for a free rank.
             deadline = due_at if due_at is not None and due_at > self._dealt_at else math.inf
-            for seconds in (self._view.seconds_to_next_update, self._progress.seconds_to_next_update()):
+            for driver in (self._bar, self._reports):
+                seconds = driver.seconds_to_next_update()
                 deadline = deadline if seconds is None else min(deadline, now + seconds)
             calls = [feed.call for feed in self._feeds if feed.call is not None]
             has_news = lambda: any(call.values or call.has_ended() for call in calls)  # noqa: E731
-            self._group._ranks.follow(calls, has_news, deadline, self._progress.update)
+            self._group._ranks.follow(calls, has_news, deadline, self._reports.update)
         for feed in self._feeds:
             if feed.call is not None:
-                outcomes += self._read(feed, feed.call)
-        self._done_count += len(outcomes)
-        return outcomes
+                self._read(feed, feed.call)
+        self._done_count += len(self._outcomes)
 
-    def _read(self, feed: _Feed, call: Call) -> list[IndexedValue]:
-        __tracebackhide__ = True
-        outcomes: list[IndexedValue] = []
+    def _read(self, feed: _Feed, call: Call) -> None:
         has_ended = call.has_ended()  # before the values are read: none comes later
         while call.values:
-            outcomes += self._load_value(feed, call.values.popleft())
+            self._load_value(feed, call.values.popleft())
         if has_ended:
-            outcomes += self._end(feed, call)
-        return outcomes
+            self._end(feed, call)
 
-    def _load_value(self, feed: _Feed, content: bytes | memoryview | OSError) -> list[IndexedValue]:
-        __tracebackhide__ = True
+    def _load_value(self, feed: _Feed, content: bytes | memoryview | OSError) -> None:
         loaded = load_value(content)
         task = feed.tasks.popleft()  # a rank sends its values in the order of its items
-        return [(task.index, loaded.value)] if loaded.error is None else self._fail_without_call(feed, task, loaded.error)
+        if loaded.error is None:
+            self._outcomes.append((task.index, loaded.value))
+        else:
+            self._fail_without_call(feed, task, loaded.error)
 
-    def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
+    def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> None:
         """Let an item fail, although no call has failed, for example because its value cannot be unpickled."""
-        __tracebackhide__ = True
         worker = self._group.workers[feed.rank]
         elapsed = 0.0 if feed.call is None else monotonic() - feed.call.started_at
         failure = ProcessFailure(
@@ -414,34 +413,27 @@ class ItemMap:
         result: RunResult[None] = RunResult(
             WorkerState.FAILED, failures={worker.rank: failure}, root_cause=failure, workers=(worker,), elapsed=elapsed
         )
-        return self._fail(task, failure, result)
+        self._fail(task, failure, result)
 
-    def _end(self, feed: _Feed, call: Call) -> list[IndexedValue]:
-        __tracebackhide__ = True
+    def _end(self, feed: _Feed, call: Call) -> None:
         if call.payload is not None and call.payload is not self._load_payload:
             call.payload.close()
-        outcomes: list[IndexedValue] = []
         evidence = call.evidence
-        if evidence is not None:
-            self._progress.show_end(evidence)
         if evidence is None:  # it was refused
             feed.lose(LOST_RANK)
-        elif evidence.stop_reason is StopReason.SUCCEEDED:
-            outcomes = self._end_success(feed, call, evidence)
         else:
-            outcomes = self._end_failure(feed, call, evidence)
+            self._reports.show_end(evidence)
+            end = self._end_success if evidence.stop_reason is StopReason.SUCCEEDED else self._end_failure
+            end(feed, call, evidence)
         self._queue.put_back(feed.tasks)
         feed.tasks.clear()
         feed.call = None
-        return outcomes
 
-    def _end_success(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> list[IndexedValue]:
-        __tracebackhide__ = True
-        outcomes: list[IndexedValue] = []
+    def _end_success(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> None:
         if feed.has_loaded:
             answer = evidence.ranks[feed.rank].answer
             assert answer is not None  # it has returned
-            outcomes = self._load_value(feed, answer.body if answer.file is None else answer.file)
+            self._load_value(feed, answer.body if answer.file is None else answer.file)
             if feed.tasks:
                 self._queue.shrink_chunks(feed.sent - len(feed.tasks))
             else:
@@ -450,12 +442,9 @@ class ItemMap:
             feed.has_loaded, self._losses_at_start = True, 0
         if call.ended_ranks:
             feed.lose("it ended after it had returned")
-        return outcomes
 
-    def _end_failure(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> list[IndexedValue]:
-        """Return the failure of the item on which the rank was working, if any."""
-        __tracebackhide__ = True
-        outcomes: list[IndexedValue] = []
+    def _end_failure(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> None:
+        """The item on which the rank was working has failed, if there was one."""
         result = self._group._ranks.diagnose(call)
         cause = result.root_cause
         if cause is None:  # the program ends, for example
@@ -472,14 +461,12 @@ class ItemMap:
         elif feed.tasks:
             task = feed.tasks.popleft()
             reason = f"{name_item(task.index, _format_item(task.item))} failed: {format_failure(cause)}"
-            outcomes = self._fail(task, cause, result)
+            self._fail(task, cause, result)
         if call.ended_ranks:
             feed.lose(reason)
-        return outcomes
 
-    def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return the item's failure, or nothing if it will be tried again. Can raise ItemFailedError."""
-        __tracebackhide__ = True
+    def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> None:
+        """Let an item fail, or be tried again. Can raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt)
         text = _format_item(task.item)
@@ -490,13 +477,13 @@ class ItemMap:
                 name_item(task.index, text),
                 *(task.attempts + 1, task.attempts + 1 + decision.restarts_left, format_failure(failure)),
             )
-            return []
+            return
         reason = decision.no_restart_reason
         item_failure = ItemFailure(index=task.index, item=text, failure=failure, attempts=task.attempts, reason=reason)
         self._failed_count += 1
         if not self._yields_failures:
             raise ItemFailedError(result, item_failure)
-        return [(task.index, item_failure)]
+        self._outcomes.append((task.index, item_failure))
 
 
 def _format_item(item: object) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import re
 
 import pytest
@@ -44,6 +45,11 @@ def test_a_group_has_a_view_for_each_call(capfd):
             group.run(reporting_functions.report_steps, (total,))
             expected = f"mpwatch: step {total} of {total} (100 %); loss 0.5; 2 ranks returned"
             assert read_last_lines(capfd.readouterr().err) == [expected]
+
+
+def test_a_map_shows_how_many_items_are_done(capfd):
+    list(mpwatch.map(math.sqrt, range(4), 2, progress=True))
+    assert "mpwatch: item 4 of 4 (100 %)" in capfd.readouterr().err.splitlines()[-1]
 
 
 class RaisingStream(io.StringIO):

@@ -69,11 +69,10 @@ class ViewDriver:
         view = self._view
         if view is None:
             return
-        if not self._is_asking:
-            if monotonic() >= self._due_at:
-                self._is_asking = True
-                self._ask(self._receive)
-        elif self._statuses is not None:
+        if not self._is_asking and monotonic() >= self._due_at:
+            self._is_asking = True
+            self._ask(self._receive)
+        if self._statuses is not None:
             shown = [status for status in self._statuses if self._is_shown(status.rank)]
             self._is_asking, self._statuses = False, None
             self._guard(lambda: self._show(view, shown))
