@@ -1,43 +1,27 @@
-"""Names of CPython's private API that mpwatch uses.
+"""Names of CPython's private API that mpwatch uses in the watcher and in the ranks. CPython 3.11 to 3.15 has all of them.
 
-The comments in this module say what mpwatch uses each name for, and what breaks if a version of CPython does not have the
-name. CPython 3.11 to 3.15 has all names that this module lists. This module runs in the watcher and in the ranks.
+The comments say what each is for, and what breaks without it. These are used elsewhere:
 
-Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
+watcher/processes/process.py:
+- `multiprocessing.Process._Popen` and `popen_spawn_posix.Popen._launch`, overridden. If `Process.start` does not call them,
+  a rank is an ordinary spawned process, with the process group and the environment of its parent.
+- `popen_fork.Popen._send_signal`, overridden for `terminate` and `kill`. Else child processes of the rank get no signal.
+- `popen_spawn_posix.Popen`, `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and
+  `spawn.get_command_line`, which look public. Without one of them, no rank can be started.
 
-- `multiprocessing.Process._Popen` starts the process, and `multiprocessing.popen_spawn_posix.Popen._launch` runs the new
-  interpreter. If a new version of CPython does not call `_Popen` or `_launch`, `Process.start` starts an ordinary spawned
-  process. An ordinary spawned process has the Unix process group and the environment of its parent.
-- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. mpwatch overrides
-  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new version of CPython
-  does not call `_send_signal`, the signal reaches the rank, but not the rank's child processes.
-
-watcher/processes/process.py also uses names that look public, but that CPython does not document:
-`popen_spawn_posix.Popen`, `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and
-`spawn.get_command_line`. If one of these undocumented names is missing, mpwatch cannot start a rank.
-
-mpwatch/wire uses these details of CPython directly:
-
-- launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object, so that the rank and the
-  calling program have the same default start method.
-- pickling/call_payload.py passes an object to `context.set_spawning_popen`. The object has the methods `duplicate_for_child`
-  and `DupFd`, which multiprocessing calls to pickle a file descriptor. If `set_spawning_popen`, `duplicate_for_child` or
-  `DupFd` is missing, no lock, queue or connection can be sent to a rank.
-- pickling/main_module.py replaces `multiprocessing.spawn.get_preparation_data` in a rank. If `Popen._launch` does not call
-  it by this name, processes that a rank spawns import the script, which then needs a guard.
+wire:
+- launch.py sets `_start_method` of the rank's Process object, so that the default start method is that of the program.
+- pickling/call_payload.py passes an object with `duplicate_for_child` and `DupFd` to `context.set_spawning_popen`: with it
+  multiprocessing pickles descriptors. Else no lock, queue or connection can be sent. From 3.14 on, it deletes the rank's own
+  `-c` command from `linecache._interactive_cache`: its file name `<string>` is also that of code for `exec`, for which
+  tracebacks would quote it.
+- pickling/main_module.py replaces `multiprocessing.spawn.get_preparation_data` in a rank. Else processes that a rank spawns
+  import the script, which then needs a guard.
 - pickling/definitions.py calls `_abc._abc_init`, as ABCMeta does, and pickling/pickler.py `abc._get_dump`. Without them,
-  abstract classes of a script cannot be sent. pickler.py passes the attributes `co_*` to `types.CodeType` in the order of
-  its parameters.
-- From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
-  pickling/call_payload.py deletes this command from the cache. Python gives the file name `<string>` to the `-c` command,
-  and also to code that `exec` runs. If the `-c` command stayed in the cache, tracebacks could quote the `-c` command instead
-  of the code that `exec` runs.
-- exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote the cells.
-- `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
-  If a new version of CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong
-  carets.
-- exceptions/carets.py assumes that `compile` sets the `co_firstlineno` of a module to 1. If a new version of CPython
-  sets the `co_firstlineno` of a module to another number, the line numbers in tracebacks are wrong.
+  abstract classes of a script cannot be sent. pickler.py passes `co_*` to `types.CodeType` in the order of its parameters.
+- exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote it.
+- `co_positions()` has one entry for every two bytes of bytecode: exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
+  exceptions/carets.py assumes that `compile` sets the `co_firstlineno` of a module to 1. Else carets and lines are wrong.
 """
 
 from __future__ import annotations

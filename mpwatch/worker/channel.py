@@ -73,10 +73,9 @@ class Channel:
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
         """Return the number of the next call, and the arguments for `call_payload.unpack`. None: no call will follow."""
-        try:
+        with suppress(OSError):
             return self._read_call()
-        except OSError:
-            return None
+        return None
 
     def _read_call(self) -> tuple[int, bytes, list[int] | None] | None:
         fds: list[int] = []

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from mpwatch.wire.shared_memory import take_visit
 from mpwatch.worker import stack_dumps
@@ -25,7 +25,6 @@ from mpwatch.worker.import_hook import ModuleFinder
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterator
     from multiprocessing.connection import Connection
     from types import FrameType
     from typing import Any, NoReturn
@@ -240,14 +239,10 @@ def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
     return len(stack) - 1 - find_user_frame(files) if files else 0
 
 
-def open_post_mortem(error: Exception) -> bool:
-    """If debug="post_mortem" is set, show a prompt where the exception was raised. Return whether it is set."""
-    if _is_post_mortem:
-        _show_post_mortem(error)
-    return _is_post_mortem
-
-
-def _show_post_mortem(error: Exception) -> None:
+def open_post_mortem(error: Exception) -> None:
+    """If debug="post_mortem" is set, show a prompt where the exception was raised."""
+    if not _is_post_mortem:
+        return
     import bdb
     import pdb  # noqa: T100  this is what the option asks for
 
@@ -257,27 +252,22 @@ def _show_post_mortem(error: Exception) -> None:
     from mpwatch.results.failure import summarize_exception
 
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
-    with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: from `open`
-        debugger.stdout.open()
-        debugger.stdout.write(f"the rank has raised {summarize_exception(error)}\n")
-        debugger.reset()
-        debugger.interaction(None, trace)
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the user's own handler stays
+    with suppress(RuntimeError, _StopError):  # RuntimeError: from `open`
+        try:
+            if is_default:
+                signal.signal(signal.SIGTERM, _raise_stop)
+            debugger.stdout.open()
+            debugger.stdout.write(f"the rank has raised {summarize_exception(error)}\n")
+            debugger.reset()
+            debugger.interaction(None, trace)
+        finally:
+            if is_default:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _StopError(BaseException):
     """The watcher stops this rank while the user looks at its exception, which the rank reports then."""
-
-
-@contextmanager
-def _raised_at_sigterm() -> Iterator[None]:
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the user's own handler stays
-        yield
-        return
-    signal.signal(signal.SIGTERM, _raise_stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _raise_stop(*_: object) -> None:

@@ -1,7 +1,6 @@
-"""Lets the rank change another module, such as pdb, as soon as that module has been imported. This module runs in a rank.
+"""Lets the rank change another module, such as pdb, as soon as it is imported: most ranks never need pdb or torch.
 
-This module is small, because every rank imports it. Most ranks never need pdb or torch, so mpwatch does not import pdb or
-torch when a rank starts.
+Every rank imports this module, so it is small.
 """
 
 from __future__ import annotations

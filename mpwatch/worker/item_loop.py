@@ -10,7 +10,7 @@ import os
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.worker import context
-from mpwatch.worker.main import send_item
+from mpwatch.worker.main import call_user, send_item
 
 CHUNK_SECONDS = 0.02  # after which a call begins no more items: a call costs about 0.5 ms
 
@@ -38,17 +38,8 @@ def run_items(*items: Any) -> object:
     for number, item in enumerate(items, 1):
         context.heartbeat()
         context.begin_call()  # each item has its own steps
-        value = _call(item)
+        value = call_user(_fn, item)
         if number == len(items) or monotonic() > stop_at or os.getpid() != pid:  # the function has forked: this is a copy
             break
         send_item(value)
     return value
-
-
-def _call(item: object) -> object:
-    try:
-        return _fn(item)
-    except SystemExit as error:
-        if error.code is None or (isinstance(error.code, int) and error.code == 0):  # a success, as for `mpwatch.run`
-            return None
-        raise

@@ -45,19 +45,18 @@ from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
 
-CLOSED_CHANNEL = "its function has closed descriptors that it did not open, or too many files are on their way"
 NO_PROCESS_GROUP = "Default process group has not been initialized"  # the message of torch.distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
     from mpwatch.wire.pickling.call_payload import FunctionCall
     from mpwatch.wire.pickling.packed import Packed
 
-    ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
-    Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
+    Outcome = tuple[MessageKind, Any, float]  # the kind of the answer, the packed value or the exception, and the time
 
 _first_excepthook = sys.excepthook  # before any call
 _channel: Channel | None = None  # of this rank
@@ -156,24 +155,27 @@ def _serve(
         received = channel.receive_call()
         if received is None:
             return
-        outcome = _run_call(received, deferred_signals, preload_error)
+        kind, result, ended_at = _run_call(*received, deferred_signals, preload_error)
         preload_error = None
-        if os.getpid() != pid:
-            _exit_forked_process(outcome)
-        if isinstance(outcome, _Failure):
-            _send_failure(channel, outcome, capture_locals=capture_locals)
+        has_returned = kind is MessageKind.RETURNED
+        if os.getpid() != pid:  # the function has forked; only the rank itself sends an answer
+            if not has_returned:
+                _print_traceback(result)
+            stdio.flush()
+            os._exit(0 if has_returned else 1)
+        if has_returned:
+            stdio.flush_before_answer()
+            _send_value(channel, kind, result, ended_at)
         else:
-            _send_value(channel, *outcome)
-        has_returned = not isinstance(outcome, _Failure)
-        del outcome  # a failure keeps the function's frames and their variables alive
+            _send_failure(channel, kind, result, ended_at, capture_locals=capture_locals)
+        del result  # an exception keeps the function's frames and their variables alive
         stdio.flush()
 
 
 def _run_call(
-    received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
-) -> _Failure | Returned:
+    number: int, body: bytes, fds: list[int] | None, deferred_signals: DeferredSignals, preload_error: BaseException | None
+) -> Outcome:
     """Run a call, and pickle its return value. The user's signal handlers run only between `restore` and `defer`."""
-    number, body, fds = received
     kind, ended_at = MessageKind.LOAD_FAILED, 0.0
     try:
         try:
@@ -193,11 +195,11 @@ def _run_call(
         finally:
             debugger.finish_stepping()
             deferred_signals.defer()
-        return pickle_value(value), ended_at
+        return MessageKind.RETURNED, _pickle_value(value), ended_at
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt and SystemExit are answers, too
         ended_at = ended_at or monotonic()
         deferred_signals.defer()  # a second time, since the exception may be an interrupt that came before the first `defer`
-        return _Failure(kind, error, ended_at)
+        return kind, error, ended_at
 
 
 def _call_function(call: FunctionCall) -> object:
@@ -206,11 +208,7 @@ def _call_function(call: FunctionCall) -> object:
 
         process_group.init(call.backend, call.process_group_version, call.backend_timeout)
     try:
-        value = call.fn(*call.args, **call.kwargs)
-    except SystemExit as error:
-        if not (error.code is None or (isinstance(error.code, int) and error.code == 0)):  # a success for Python, too
-            raise
-        value = None
+        value = call_user(call.fn, *call.args, **call.kwargs)
     except Exception as error:
         if call.backend is None and error.args and NO_PROCESS_GROUP in str(error.args[0]):
             error.add_note('mpwatch makes the process group if the run has the option backend="gloo", "nccl" or "auto"')
@@ -219,7 +217,16 @@ def _call_function(call: FunctionCall) -> object:
     return value
 
 
-def pickle_value(value: object) -> Packed:
+def call_user(fn: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as error:
+        if error.code is None or (isinstance(error.code, int) and error.code == 0):  # a success for Python, too
+            return None
+        raise
+
+
+def _pickle_value(value: object) -> Packed:
     """Raises TypeError, which names the part that cannot be pickled, or MemoryError or OSError if a resource has run out."""
     try:
         return return_values.pack(value)
@@ -238,43 +245,27 @@ def pickle_value(value: object) -> Packed:
         ) from None
 
 
-def _exit_forked_process(outcome: _Failure | Returned) -> None:
-    """Exit this process, which the user's function has forked. Only the rank itself sends an answer to the watcher."""
-    if isinstance(outcome, _Failure):
-        _print_traceback(outcome.error)
-    stdio.flush()
-    os._exit(1 if isinstance(outcome, _Failure) else 0)
-
-
 # --- Answers ---
 
 
-def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
-    stdio.flush_before_answer()
-    with closing(value):
-        if not _send_packed(channel, MessageKind.RETURNED, value, returned_at):
-            _exit_without_channel()
-
-
 def send_item(value: object) -> None:
-    """Send the value of one item of `mpwatch.map`. Raises what `pickle_value` raises."""
+    """Send the value of one item of `mpwatch.map`. Raises what `_pickle_value` raises."""
     assert _channel is not None  # this is a rank
-    with closing(pickle_value(value)) as packed:
-        if not _send_packed(_channel, MessageKind.ITEM, packed, monotonic()):
+    _send_value(_channel, MessageKind.ITEM, _pickle_value(value), monotonic())
+
+
+def _send_value(channel: Channel, kind: MessageKind, value: Packed, stamp: float) -> None:
+    with closing(value):
+        if not channel.send(kind, value.body, stamp, fd=None if value.file is None else value.file.fileno()):
             _exit_without_channel()
 
 
-def _send_packed(channel: Channel, kind: MessageKind, value: Packed, stamp: float) -> bool:
-    return channel.send(kind, value.body, stamp, fd=None if value.file is None else value.file.fileno())
-
-
-def _send_failure(channel: Channel, failure: _Failure, *, capture_locals: bool) -> None:
+def _send_failure(channel: Channel, kind: MessageKind, error: BaseException, at: float, *, capture_locals: bool) -> None:
     """Send FAILING, the text and the traceback, and then the pickle, since the exception's own code may crash or hang."""
-    channel.send(MessageKind.FAILING, stamp=failure.at)
+    channel.send(MessageKind.FAILING, stamp=at)
     stdio.flush_before_answer()
     if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
         collectives.send_before_failure(channel)
-    error = failure.error
     try:
         _remove_own_frames(error)
         encoder = ExceptionEncoder(error)
@@ -282,12 +273,12 @@ def _send_failure(channel: Channel, failure: _Failure, *, capture_locals: bool) 
     except BaseException as bug:  # noqa: BLE001  memory has run out, or mpwatch has a bug
         encoder = ExceptionEncoder(RuntimeError(f"{type(error).__name__} was raised, and could not be encoded: {bug!r}"))
         plain = encoder.plain()
-    if not channel.send(failure.kind, plain, failure.at):
+    if not channel.send(kind, plain, at):
         _print_traceback(error)
         _exit_without_channel()
-    channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
+    channel.send(MessageKind.DETAILS, encoder.details(), at)
     if capture_locals:
-        channel.send(MessageKind.LOCALS, encoder.locals(), failure.at)
+        channel.send(MessageKind.LOCALS, encoder.locals(), at)
     hook = sys.excepthook
     is_of_user = hook is not _first_excepthook and not (getattr(hook, "__module__", None) or "").startswith("torch.")
     if is_of_user and not isinstance(error, SystemExit):  # torch's prints the traceback
@@ -302,18 +293,10 @@ def _print_traceback(error: BaseException) -> None:
 def _exit_without_channel() -> NoReturn:
     """Exit as a lost rank, since the answer cannot reach the watcher."""
     with suppress(OSError):  # stderr is closed, too
-        sys.stderr.write(f"mpwatch: the answer of this rank could not be sent: {CLOSED_CHANNEL}\n")
+        why = "its function has closed descriptors that it did not open, or too many files are on their way"
+        sys.stderr.write(f"mpwatch: the answer of this rank could not be sent: {why}\n")
     stdio.flush()
     os._exit(1)
-
-
-class _Failure:
-    """An exception that a call raised. `kind` is RAISED or LOAD_FAILED, and `at` a time of CLOCK_MONOTONIC."""
-
-    def __init__(self, kind: MessageKind, error: BaseException, at: float) -> None:
-        self.kind = kind
-        self.error = error
-        self.at = at
 
 
 def _remove_own_frames(error: BaseException) -> None:
@@ -340,11 +323,11 @@ def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
 
 def _report_exit_blockers(channel: Channel) -> None:
     """Send to the watcher the names of the non-daemon threads and processes that keep the rank from exiting."""
-    threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-    children = [child.name for child in multiprocessing.active_children() if not child.daemon]
-    blockers = [
-        *([f"non-daemon threads: {', '.join(threads)}"] if threads else []),
-        *([f"non-daemon processes: {', '.join(children)}"] if children else []),
-    ]
-    if blockers:
-        channel.send(MessageKind.EXIT_BLOCKED, "; ".join(blockers).encode(errors="backslashreplace"))
+    blockers = {
+        "threads": [
+            thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
+        ],
+        "processes": [child.name for child in multiprocessing.active_children() if not child.daemon],
+    }
+    if text := "; ".join(f"non-daemon {what}: {', '.join(names)}" for what, names in blockers.items() if names):
+        channel.send(MessageKind.EXIT_BLOCKED, text.encode(errors="backslashreplace"))

@@ -1,23 +1,18 @@
 """Writes stacks into the rank's stack pipe after a crash, and when the watcher asks for them. This module runs in a rank.
 
-The watcher asks by one of two signals, because either signal works where the other one fails:
+The watcher asks by one of two signals, because each works where the other one fails:
 
-- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler writes
-  the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
-  also delay the Python handler, for example a wait in a collective of gloo.
-- For NATIVE_DUMP_SIGNAL, the module faulthandler installs a handler in C. The C handler runs at once, even while a thread
-  holds the GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread
-  enters or leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame,
-  Python 3.11 to 3.13 can crash. In Python 3.14, the C handler does not crash at an invalid frame, but leaves out the callers
-  of this frame. In a test, the main thread ran `sorted(key=function)`: up to 6 % of the C handler's dumps crashed Python
-  3.11 to 3.13, and 4 % of the dumps of Python 3.14 were incomplete.
+- PYTHON_DUMP_SIGNAL has a handler in Python, which writes the stacks of all threads. It does not run while the main thread
+  computes in C code, or waits there, for example in a collective of gloo.
+- For NATIVE_DUMP_SIGNAL, faulthandler has a handler in C, which runs at once, even while a thread holds the GIL, and writes
+  the stack of the main thread. While a thread enters or leaves a function, that function's frame is invalid: Python 3.11 to
+  3.13 can crash then (in up to 6 % of the dumps of `sorted(key=function)`), and 3.14 leaves out the callers.
 
-The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
-begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is
-full, the rest of the stacks is lost.
+So the watcher sends the second signal only if the rank does not begin to write its stacks in time. Both handlers write
+without blocking. If the pipe is full, the rest of the stacks is lost.
 
-PYTHON_DUMP_SIGNAL can interrupt a system call of a C library. The interrupted system call fails with EINTR. If the user has
-set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
+PYTHON_DUMP_SIGNAL can interrupt a system call of a C library, which then fails with EINTR. If the user has set a tracer
+(`sys.settrace`), it sees the frames of the Python handler.
 """
 
 from __future__ import annotations
@@ -27,7 +22,8 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, starmap
+from traceback import walk_stack
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
 from mpwatch.wire.messages import STACKS_END
@@ -35,7 +31,7 @@ from mpwatch.wire.messages import STACKS_END
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
@@ -119,17 +115,11 @@ class StackWriter:
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
-    return "".join([head, *map(_format_frame, islice(walk_frames(frame), MAX_FRAMES))]).encode()
+    return "".join([head, *starmap(_format_frame, islice(walk_stack(frame), MAX_FRAMES))]).encode()
 
 
-def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _format_frame(frame: FrameType) -> str:
-    return f'  File "{_escape(frame.f_code.co_filename)}", line {frame.f_lineno or 0} in {_escape(frame.f_code.co_name)}\n'
+def _format_frame(frame: FrameType, line: int | None) -> str:
+    return f'  File "{_escape(frame.f_code.co_filename)}", line {line or 0} in {_escape(frame.f_code.co_name)}\n'
 
 
 def _escape(name: str) -> str:

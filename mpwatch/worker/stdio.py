@@ -1,11 +1,10 @@
-"""Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
+"""Sets up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
-When a rank starts, its stderr is a pipe to the watcher. If the interpreter cannot start, the watcher reads the error message
-from the stderr pipe. After the interpreter has started, `move_stderr` gives the rank its final stderr, for example a log
-file. After `move_stderr`, the rank uses the pipe to the watcher only for stack dumps.
+When a rank starts, its stderr is a pipe to the watcher, which so gets the error message of an interpreter that cannot start.
+`move_stderr` gives the rank its final stderr. From then on, only stack dumps go into the pipe.
 
-If stdout is a pipe or a file, Python and the C library write to stdout in blocks, not in lines. After `flush_at_newline`,
-Python and the C library write each line at once. If the rank is killed, the watcher still reads all lines.
+If stdout is a pipe or a file, Python and the C library write in blocks. After `flush_at_newline` they write each line at
+once, so that no line is lost if the rank is killed.
 """
 
 from __future__ import annotations
