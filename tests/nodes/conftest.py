@@ -1,16 +1,10 @@
-"""Fixtures of jobs of several nodes. Tests that cut cables are collected only if the machine allows network namespaces.
-
-MPWATCH_NODES_TIMES=20 pytest tests/nodes        runs each test twenty times
-"""
-
-import os
+"""Fixtures of jobs of several nodes. Tests that cut cables are collected only if the machine allows network namespaces."""
 
 import pytest
 
 from nodes.harness import ForkServer, Job
 from nodes.networks import Network, reason_against
 
-TIMES = int(os.environ.get("MPWATCH_NODES_TIMES", "1"))
 NO_HOSTS_REASON = reason_against()
 collect_ignore = ["test_partitions.py"] if NO_HOSTS_REASON else []
 
@@ -18,13 +12,6 @@ collect_ignore = ["test_partitions.py"] if NO_HOSTS_REASON else []
 def pytest_terminal_summary(terminalreporter):
     if NO_HOSTS_REASON:
         terminalreporter.write_line(f"not collected in tests/nodes: {', '.join(collect_ignore)}: {NO_HOSTS_REASON}")
-
-
-if TIMES > 1:
-
-    @pytest.fixture(autouse=True, params=range(TIMES))
-    def _time(request):
-        """The number of the repetition."""
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,6 @@ class Network:
         self.close()
 
     def namespace(self, host):
-        """Return a descriptor of the namespace. Do not close it."""
         return self._namespaces[1 + host]
 
     def address(self, host):

@@ -95,29 +95,24 @@ def check(returned):
 
 
 def call(through, function, options):
-    """Call `mpwatch.run` or `mpwatch.main`. Return its outcome, and what it has left in this process, as a pickle."""
+    """Return the outcome of `mpwatch.run` or `mpwatch.main`, and what it has left in this process, as a pickle."""
     resource_tracker.ensure_running()  # a helper of multiprocessing, which runs as long as the program
-    before, started = take_inventory(), time.monotonic()
+    before = take_inventory()
     error = result = None
     try:
         result = getattr(mpwatch, through)(function, progress=False, **options)
     except BaseException as raised:
         traceback.print_exc()
         error, result = raised, getattr(raised, "result", None)
-    ended = time.monotonic()
-    outcome = {"started": started, "ended": ended, "error": error, "cause": format_cause(error), "result": result}
+    # the type of the cause may be one of torch, which the test must not import
+    cause = getattr(error, "__cause__", None)
+    outcome = {"error": error, "cause": "".join(traceback.format_exception(cause)) if cause else "", "result": result}
     pickled = cloudpickle.dumps(outcome)
-    del error, result, outcome
+    del error, result, outcome, cause
     gc.collect()
     after = take_late_inventory(before)
     left = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
     return pickle.dumps((pickled, left))
-
-
-def format_cause(error):
-    """Return the traceback of the cause as text: its type may be one of torch, which the test must not import."""
-    cause = getattr(error, "__cause__", None)
-    return "".join(traceback.format_exception(cause)) if cause else ""
 
 
 def take_inventory():

@@ -17,11 +17,6 @@ import stop_functions
 
 RANK_SOCKET = "MPWATCH_NODES_BOARD"  # variable with the path of the socket that the test listens on
 NODE = "MPWATCH_NODES_NODE"  # and with the name of the node
-VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
-)
 WORKER_FIELDS = (
     *("rank", "local_rank", "world_size", "local_world_size", "group_rank", "group_world_size"),
     *("role", "role_rank", "role_world_size", "restart_count", "run_id", "master_addr", "master_port"),
@@ -33,10 +28,9 @@ class RankError(Exception):
 
 
 def get_worker_info():
-    """Return what this rank knows of itself, from `current_worker` and from its environment."""
     worker = mpwatch.current_worker()
     known = {name: getattr(worker, name) for name in WORKER_FIELDS}
-    return {**known, "node": os.environ[NODE], "environment": {name: os.environ.get(name) for name in VARIABLES}}
+    return {**known, "node": os.environ[NODE], "environment": dict(os.environ)}
 
 
 def print_rank():
@@ -121,11 +115,10 @@ def fail_when_all_have_lost_it(links):
 def lose_connection():
     """Let rank 1 be killed, and rank 0 find that the connection between them is lost."""
     worker = mpwatch.current_worker()
-    address = worker.master_addr, worker.master_port
     if worker.rank == 1:
-        with connect_to(address):
+        with connect_to((worker.master_addr, worker.master_port)):
             be_killed()
-    with socket.create_server(("", address[1])) as server, server.accept()[0] as peer:
+    with socket.create_server(("", worker.master_port)) as server, server.accept()[0] as peer:
         peer.sendall(b"what rank 1 does not read")
         while True:
             peer.recv(1)

@@ -9,9 +9,9 @@ import pytest
 
 import mpwatch
 from nodes import tasks
-from nodes.harness import AT_ONCE, WAIT_SECONDS
+from nodes.harness import WAIT_SECONDS
 
-JOIN_TIMEOUT = 3.0  # seconds, where no other node joins
+JOIN_TIMEOUT = 2.0  # seconds, where no other node joins
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +21,15 @@ def _impatient(job):
 
 def assert_refused(outcome, *texts):
     assert type(outcome.error) is mpwatch.LaunchError
-    assert outcome.ended - outcome.started < JOIN_TIMEOUT + AT_ONCE
     for text in texts:
         assert re.search(text, str(outcome.error)), str(outcome.error)
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
-        pytest.param(
-            {},
-            {"function": tasks.another_function},
-            "disagree about the function: another_function on .*, follow_order on ",
-            id="functions",
-        ),
-        pytest.param({"rendezvous": {"nnodes": (2, 3)}}, {}, "nnodes", id="numbers of nodes", marks=SLOW),
-        pytest.param({"max_restarts": 1}, {"max_restarts": 2}, "restart", id="restarts", marks=SLOW),
+        ({}, {"function": tasks.another_function}, "disagree about the function: another_function on .*, follow_order on "),
+        pytest.param({"max_restarts": 1}, {"max_restarts": 2}, "restart", marks=pytest.mark.slow),
     ],
 )
 def test_nodes_that_make_different_calls_are_refused(job, first, second, text):
@@ -93,10 +83,10 @@ def test_a_name_service_that_does_not_answer_delays_no_timeout_and_no_stop(name_
         mpwatch.run(print, 1, rendezvous=rendezvous, timeout=0.5)
     name_service.clear()
     handle = mpwatch.submit(print, 1, rendezvous=rendezvous)
-    assert name_service.wait(AT_ONCE)
+    assert name_service.wait(WAIT_SECONDS)
     handle.terminate()
     with pytest.raises(mpwatch.RunFailedError, match="terminate"):
-        handle.result(timeout=AT_ONCE)
+        handle.result(timeout=WAIT_SECONDS / 2)
 
 
 @pytest.mark.parametrize("is_host", [True, False])
@@ -106,22 +96,14 @@ def test_a_port_that_a_silent_program_has_taken_is_named(job, is_host):
     assert_refused(outcome, f"port {job.port} is taken" if is_host else "does not answer as mpwatch")
 
 
-def test_a_node_beyond_the_maximum_is_refused(job):
+def test_a_node_beyond_the_maximum_and_one_of_another_job_are_refused(job):
     job.rendezvous["nnodes"] = 1
     first = job.start()
     world = job.await_world(1)
     assert_refused(job.start().outcome(), r"the job has its maximum number of nodes \(1\)")
-    world.order("return")
-    job.results([first])
-
-
-def test_a_node_of_another_job_is_refused(job):
-    job.rendezvous["nnodes"] = 1
-    job.start()
-    world = job.await_world(1)
     assert_refused(job.start(rendezvous={"run_id": "other"}).outcome(), "job 'job' is here, not 'other'")
     world.order("return")
-    job.results(job.nodes[:1])
+    job.results([first])
 
 
 def test_a_timeout_that_ends_before_the_nodes_have_met_is_named(job):
@@ -130,18 +112,13 @@ def test_a_timeout_that_ends_before_the_nodes_have_met_is_named(job):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "text"),
     [
-        ({"env": tasks.failing_env}, tasks.RankError, "RankError: rank 1 cannot be"),
-        (
-            {"nprocs": 9999, "placement": "cores"},
-            ValueError,
-            "Placement: cpus='cores' needs a CPU for each of the 9999 ranks",
-        ),
+        ({"env": tasks.failing_env}, "RankError: rank 1 cannot be"),
+        ({"nprocs": 9999, "placement": "cores"}, "Placement: cpus='cores' needs a CPU for each of the 9999 ranks"),
     ],
-    ids=["its own code raises", "too few CPUs"],
 )
-def test_an_error_on_one_node_before_its_ranks_start_ends_the_job_and_is_reported_by_all(job, options, error, text):
+def test_an_error_on_one_node_before_its_ranks_start_ends_the_job_and_is_reported_by_all(job, options, text):
     """The other node does not report the signal that stops the ranks there, and does not wait for that node."""
     healthy, broken = job.start(), job.start(**options)
     outcome = healthy.outcome()

@@ -1,13 +1,13 @@
 """All ranks of a job stop at the same step when a stop is requested on any node."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
 import mpwatch
-from nodes.harness import AT_ONCE
+from nodes.harness import LONG
 
-SLOW = pytest.mark.slow
 USR1 = {"stop": [signal.SIGUSR1]}
 
 
@@ -19,7 +19,7 @@ def assert_stopped_together(job, stop_cause, size):
     return step
 
 
-@pytest.mark.parametrize("receivers", [[1], pytest.param([0], marks=SLOW), pytest.param([0, 1], marks=SLOW)])
+@pytest.mark.parametrize("receivers", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_a_signal_to_any_nodes_stops_all_ranks_at_the_same_step(job, receivers):
     job.start_several(2, nprocs=2, **USR1)
     job.await_world(4).order("count_steps")
@@ -37,27 +37,29 @@ def test_a_rank_stops_all_ranks_of_the_job(job):
     assert_stopped_together(job, "request_stop() in rank 1", 2)
 
 
-def test_a_request_before_the_nodes_have_met_ends_the_run(job):
+def handles_usr1(node):
+    caught = Path(f"/proc/{node.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> signal.SIGUSR1 - 1 & 1)
+
+
+def test_a_request_before_the_nodes_have_met_ends_the_run(job, eventually):
     node = job.start(**USR1)
-    while not node.handles(signal.SIGUSR1):
-        job.watch_for(0.01)
-    sent_at = node.send(signal.SIGUSR1)
+    eventually(lambda: handles_usr1(node))
+    node.send(signal.SIGUSR1)
     outcome = node.outcome()
-    assert outcome.ended - sent_at < AT_ONCE
     assert str(outcome.error).startswith("the run was stopped: a stop was requested, before its ranks were started")
     assert outcome.result.stop_cause == "SIGUSR1"
 
 
 def test_a_request_before_a_restart_ends_the_job(job):
-    job.start_several(2, **USR1, max_restarts=mpwatch.RestartPolicy(3, delay=600.0, max_delay=600.0))
+    job.start_several(2, **USR1, max_restarts=mpwatch.RestartPolicy(3, delay=LONG, max_delay=LONG))
     world = job.await_world(2)
     world[0].order("exit", 3)
     job.await_end(world)
     job.watch_for(0.5)  # until the nodes prepare the restart
-    sent_at = job.nodes[1].send(signal.SIGUSR1)
+    job.nodes[1].send(signal.SIGUSR1)
     for outcome in job.outcomes():
         assert type(outcome.error) is mpwatch.RunFailedError
-        assert outcome.ended - sent_at < AT_ONCE
         assert len(outcome.result.attempts) == 1
         assert list(outcome.result.notes) == ["not restarted: a stop was requested (SIGUSR1)"]
 

@@ -6,11 +6,9 @@ import pytest
 
 import mpwatch
 from nodes import training
-from nodes.harness import DETECTION_SECONDS
 from nodes.training import HALF, STEPS
 
 SLOW = pytest.mark.slow
-EXIT_SECONDS = 1.0  # seconds, from the death of a watcher until its ranks have exited
 TRAINING_SECONDS = 60.0  # seconds; each rank imports torch
 OVER_LOOPBACK = {"backend": "gloo", "env": {"GLOO_SOCKET_IFNAME": "lo"}}
 STALLING = {**OVER_LOOPBACK, "backend": mpwatch.Backend("gloo", stall_after=0.5)}
@@ -18,8 +16,7 @@ STALLING = {**OVER_LOOPBACK, "backend": mpwatch.Backend("gloo", stall_after=0.5)
 
 @pytest.fixture
 def patient_job(job):
-    """A job whose nodes may be silent for a while: on a busy machine a node waits for ranks that import torch."""
-    job.rendezvous["node_timeout"] = 15
+    """A job that waits for ranks that import torch."""
     job.outcomes = partial(job.outcomes, within=TRAINING_SECONDS)
     return job
 
@@ -30,9 +27,8 @@ def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, tmp_pat
     kept, lost = job.start_several(2, training.train, 2, args=[str(tmp_path / "checkpoint")], **OVER_LOOPBACK)
     world = job.await_world(4, TRAINING_SECONDS)
     world.of(kept).order("return")  # they enter a collective, and wait for the ranks of the killed node
-    killed_at = lost.kill()
-    assert job.await_end(world.of(lost)) - killed_at < EXIT_SECONDS
-    assert job.await_end(world) - killed_at < DETECTION_SECONDS
+    lost.kill()
+    job.await_end(world)
     (result,) = job.results([kept], TRAINING_SECONDS)
     assert dict(result.items()) == dict.fromkeys((0, 1), (HALF, 4.0 * HALF + 2.0 * (STEPS - HALF)))
     assert (result.restarts, [attempt.state.name for attempt in result.attempts]) == (0, ["FAILED", "SUCCEEDED"])
@@ -46,11 +42,11 @@ def assert_blamed(outcome, rank, kind):
     return cause
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("nprocs", "missing"), [(1, 1), pytest.param(2, 0, marks=SLOW)])
-def test_a_rank_that_others_wait_for_is_blamed_on_every_node(patient_job, nprocs, missing):
-    """The victims are on the other node, and on its own if that has two ranks."""
-    patient_job.start_several(2, training.all_reduce_without_one, nprocs, args=[missing], **OVER_LOOPBACK)
+@SLOW
+def test_a_rank_that_others_wait_for_is_blamed_on_every_node(patient_job):
+    """The victims are on the other node, and on its own."""
+    missing = 0
+    patient_job.start_several(2, training.all_reduce_without_one, 2, args=[missing], **OVER_LOOPBACK)
     for outcome in patient_job.outcomes():
         assert "hang" in assert_blamed(outcome, missing, "HANG").stack
         assert outcome.result.worker_states[missing].name == "FAILED"
