@@ -1,7 +1,6 @@
 """The actions of ranks in a history, by name. This module runs in the ranks, and nothing in it is simulated.
 
-An action is an end, such as "raises", or preparations and an end, such as "leaves_a_thread and raises". An end gets an
-ActionContext. It calls `record_start` immediately before it does what matters for the run.
+An action is an end, such as "raises", or preparations and an end, such as "leaves_a_thread and raises".
 """
 
 import atexit
@@ -14,55 +13,30 @@ import threading
 import time
 
 import mpwatch
-from chaos.board import EventTimes
-from chaos.histories import History
+from chaos.board import CALLED, FIRST_RANK, EventTimes
+from chaos.histories import CHAIN_LENGTH, EXIT_CODE, History
 
 SECONDS = 600  # longer than any history: the harness ends it before
+START_SECONDS = 0.4  # from the call of `run` until all ranks run, on an idle machine
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
-CHAIN_LENGTH = 60
-
-
-class ActionContext:
-    """What an action knows: its rank and its number. It also records when the action begins."""
-
-    def __init__(self, event_times, rank, number):
-        self._event_times = event_times
-        self.rank = rank
-        self.number = number
-
-    def record_start(self):
-        self._event_times.record_rank(self.rank)
 
 
 def run_rank(history: History, folder: str):
     """The function of every rank."""
-    global _event_times
     rank = mpwatch.current_worker().rank
-    plan = history.plans[rank]
-    # never closed: after an action has closed its descriptors, that would close an unrelated one
-    _event_times = EventTimes(folder, len(history.plans))
-    _event_times.announce_start()
+    plan, times = history.plans[rank], EventTimes(folder)
     if not plan.at_once:
-        _event_times.wait_for_all_ranks(rank)
-        time.sleep(plan.delay)
+        time.sleep(max(0.0, times.read(CALLED) + START_SECONDS + plan.delay - time.monotonic()))
     *preparations, end = parse_action(plan.action)
     for prepare in preparations:
         prepare()
-    return end(ActionContext(_event_times, rank, plan.number))
+    times.record(FIRST_RANK + rank)
+    return end()
 
 
 def parse_action(action: str):
     """Return the functions of an action."""
     return [globals()[name] for name in action.split(" and ")]
-
-
-def expected_value(rank):
-    return f"the value of rank {rank}"
-
-
-def wait_to_be_stopped():
-    while True:
-        signal.pause()
 
 
 # --- preparations
@@ -73,7 +47,7 @@ def leaves_a_thread():
 
 
 def hangs_at_exit():
-    atexit.register(wait_to_be_stopped)
+    atexit.register(waits)
 
 
 def closes_stderr():
@@ -107,7 +81,7 @@ def starts_helpers():
 def forks():
     """Fork a child that keeps every descriptor of the rank open and stays in its process group."""
     if os.fork() == 0:
-        wait_to_be_stopped()
+        waits()
 
 
 def exits_with_0_at_sigterm():
@@ -115,10 +89,7 @@ def exits_with_0_at_sigterm():
 
 
 def raises_at_sigterm():
-    def raise_error(*_):
-        raise RuntimeError("received SIGTERM")
-
-    signal.signal(signal.SIGTERM, raise_error)
+    signal.signal(signal.SIGTERM, lambda *_: raises())
 
 
 def sends_half_a_message():
@@ -143,98 +114,80 @@ class KeywordOnlyError(Exception):
         super().__init__(f"code {code}: {detail}")
 
 
-def raises(context):
-    context.record_start()
+def raises():
     raise ValueError("the batch is bad")
 
 
-def raises_keyword_only_error(context):
-    context.record_start()
+def raises_keyword_only_error():
     raise KeywordOnlyError(7, detail="two arguments")
 
 
-def raises_a_deep_chain(context):
-    error = None
-    for depth in range(CHAIN_LENGTH):
-        try:
-            raise RuntimeError(f"cause {depth}") from error
-        except RuntimeError as raised:
-            error = raised
-    context.record_start()
-    raise error
+def raises_a_deep_chain(depth=CHAIN_LENGTH):
+    try:
+        if depth > 1:
+            raises_a_deep_chain(depth - 1)
+    except RuntimeError as error:
+        raise RuntimeError(f"cause {depth}") from error
+    raise RuntimeError("the first cause")
 
 
-def raises_keyboard_interrupt(context):
-    context.record_start()
+def raises_keyboard_interrupt():
     raise KeyboardInterrupt("from the rank itself")
 
 
-def exits(context):
-    context.record_start()
-    sys.exit(context.number)
+def exits():
+    sys.exit(EXIT_CODE)
 
 
-def returns_a_lock(context):
-    context.record_start()
+def returns_a_lock():
     return threading.Lock()
 
 
-def calls_os_exit(context):
-    context.record_start()
-    os._exit(context.number)
+def calls_os_exit():
+    os._exit(EXIT_CODE)
 
 
-def calls_os_exit_with_0(context):
-    context.record_start()
+def calls_os_exit_with_0():
     os._exit(0)
 
 
-def execs_a_program_that_fails(context):
-    context.record_start()
-    os.execv("/bin/sh", ["sh", "-c", f"exit {context.number}"])
+def execs_a_program_that_fails():
+    os.execv("/bin/sh", ["sh", "-c", f"exit {EXIT_CODE}"])
 
 
-def execs_a_program_that_waits(context):
-    context.record_start()
+def execs_a_program_that_waits():
     os.execv("/bin/sleep", ["sleep", str(SECONDS)])
 
 
-def is_killed(context):
-    context.record_start()
+def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crashes(context):
-    context.record_start()
+def crashes():
     ctypes.string_at(0)
 
 
-def aborts(context):
-    context.record_start()
+def aborts():
     os.abort()
 
 
-def waits(context):
-    context.record_start()
-    wait_to_be_stopped()
+def waits():
+    while True:
+        signal.pause()
 
 
-def suspends_itself(context):
-    context.record_start()
+def suspends_itself():
     os.kill(os.getpid(), signal.SIGSTOP)
-    wait_to_be_stopped()
+    waits()
 
 
-def holds_the_gil(context):
-    context.record_start()
+def holds_the_gil():
     ctypes.PyDLL(None).usleep(SECONDS * 1_000_000)
 
 
-def returns(context):
-    context.record_start()
-    return expected_value(context.rank)
+def returns():
+    return f"the value of rank {mpwatch.current_worker().rank}"
 
 
-def exits_with_0(context):
-    context.record_start()
+def exits_with_0():
     sys.exit(0)

@@ -49,7 +49,6 @@ def make_history(seed):
 
 
 def act(planned, own):
-    """What each rank of a call does. `own` is its own value of a PerRank."""
     me = mpwatch.current_worker()
     numbers = me.state.setdefault("numbers", [])
     numbers.append(planned.number)
@@ -67,7 +66,6 @@ def act(planned, own):
 
 
 def run_history(calls):
-    """Run the calls, and return the errors. Each error is a text."""
     outcomes, errors = {}, []
     with ThreadPoolExecutor(len(calls)) as threads, mpwatch.WorkerGroup(NPROCS, grace_period=5.0) as group:
         futures = {}
@@ -85,9 +83,8 @@ def run_history(calls):
                 outcomes[planned] = future.result(60)
             except (RunFailedError, CancelledError, TimeoutError) as error:
                 outcomes[planned] = error
-    for planned, outcome in outcomes.items():
-        if error := find_error(planned, outcome, calls):
-            errors.append(f"{planned}: {error}")
+            if error := find_error(planned, outcomes[planned], calls):
+                errors.append(f"{planned}: {error}")
     return errors + find_wrong_order(outcomes)
 
 
@@ -100,7 +97,6 @@ def stop_later(handle, planned):
 
 
 def find_error(planned, outcome, calls):
-    """Return what is wrong with the outcome of a call; None if nothing is."""
     if isinstance(outcome, CancelledError):
         return None if planned.stop_after is not None else "it was cancelled by nobody"
     if isinstance(outcome, TimeoutError):

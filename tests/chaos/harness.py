@@ -4,8 +4,8 @@ All processes of the program carry a mark of the history in their environment. B
 that are left. It records them, and then kills them. Zombies no longer have an environment: host.py reports its own.
 """
 
+import ast
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from chaos.board import CALLED, ENDED, TIMER_FIRED, EventTimes
+from chaos.board import CALLED, ENDED, FIRST_RANK, TIMER_FIRED, EventTimes
 from chaos.histories import Fault, History
 from support.programs import ENV
 
@@ -33,7 +33,7 @@ class Evidence:
     """What the harness saw of one run. Times are of CLOCK_MONOTONIC."""
 
     status: int | None = None  # None: the harness had to kill the program
-    report: dict | None = None  # the line of JSON that the program printed
+    report: dict | None = None  # what the program printed of its run
     called_at: float | None = None  # `run` was called, as the program recorded it
     ended_at: float | None = None  # `run` returned or raised
     exited_at: float = 0.0  # the program exited, as the harness saw it
@@ -53,17 +53,15 @@ def run_history(history: History, folder: Path) -> Evidence:
     evidence, mark = Evidence(), uuid.uuid4().hex
     (folder / "tmp").mkdir()
     (folder / "history").write_bytes(pickle.dumps(history))
-    times = EventTimes(str(folder), len(history.plans))
-    pipes = times.open_pipes()
+    times = EventTimes(str(folder))
     try:
         _run_program(history, folder, mark, times, evidence)
         evidence.called_at, evidence.ended_at, evidence.timer_fired_at = map(times.read, (CALLED, ENDED, TIMER_FIRED))
-        evidence.acted_at = times.read_ranks()
+        acted_at = {rank: times.read(FIRST_RANK + rank) for rank in range(len(history.plans))}
+        evidence.acted_at = {rank: at for rank, at in acted_at.items() if at is not None}
     finally:
         for pid in _find_marked(mark):
             _kill(pid)
-        for pipe in pipes:
-            os.close(pipe)
         times.close()
     evidence.left_files = sorted(os.listdir(folder / "tmp"))
     return evidence
@@ -82,7 +80,7 @@ def _run_program(history: History, folder: Path, mark: str, times: EventTimes, e
             start_new_session=True,
         )
         os.close(ready_write)
-        if history.injection is None or not history.injection.from_interpreter:
+        if not history.from_interpreter:
             ready.read(1)
         _inject(history, program, evidence)
         if history.fault is Fault.INTERRUPT and not _wait_for_exit(program.pid, LOST_SECONDS):
@@ -94,34 +92,31 @@ def _run_program(history: History, folder: Path, mark: str, times: EventTimes, e
     _find_leftovers(mark, evidence)
     status = program.wait()
     evidence.status = None if evidence.stack_dump else status
-    evidence.report = _parse_report((folder / "out").read_text())
+    lines = [line for line in (folder / "out").read_text().splitlines() if line.startswith("{")]
+    evidence.report = ast.literal_eval(lines[-1]) if lines else None
     evidence.stderr = (folder / "err").read_text(errors="replace")
 
 
 def _inject(history: History, program: subprocess.Popen, evidence: Evidence) -> None:
     """Inject the fault at its time. Nothing else in this module waits for a fixed time."""
-    injection = history.injection
-    if injection is None:
-        return
-    if injection.fault is Fault.KILL_GUARDIAN:
-        _wait_for_exit(program.pid, injection.at)
+    seconds = history.fault_at
+    if history.fault is Fault.KILL_GUARDIAN:
+        _wait_for_exit(program.pid, seconds)
         for guardian in _find_guardians(program.pid):
             evidence.injected_at.append(time.monotonic())
             _kill(guardian)
-        return
-    seconds = injection.at
-    for number in injection.fault.signals:
+    for number in history.fault.signals if history.fault else ():
         _wait_for_exit(program.pid, seconds)
         evidence.injected_at.append(time.monotonic())
         os.kill(program.pid, number)  # if the program has exited, it is not yet reaped
-        seconds = injection.gap
+        seconds = history.gap
 
 
 def _repeat_lost_interrupt(program: subprocess.Popen, times: EventTimes, evidence: Evidence) -> None:
     """Press Ctrl-C again if the first one came before the call.
 
-    CPython can lose it there: the import system ignores an exception in the callback that deletes a module's lock ("Exception
-    ignored in: <function _get_module_lock.<locals>.cb>"), and the start of the interpreter one in `import warnings`.
+    CPython can lose it there: the import system ignores an exception in the callback that deletes a module's lock, and the
+    start of the interpreter one in `import warnings`.
     """
     called_at = times.read(CALLED)
     if called_at is not None and evidence.injected_at[-1] < called_at:
@@ -129,7 +124,6 @@ def _repeat_lost_interrupt(program: subprocess.Popen, times: EventTimes, evidenc
 
 
 def _wait_for_exit(pid: int, seconds: float) -> bool:
-    """Wait at most so long until the program exits. Return whether it has."""
     pidfd = os.pidfd_open(pid)
     try:
         return bool(wait([pidfd], seconds))
@@ -146,11 +140,7 @@ def _find_guardians(pid: int) -> list[int]:
 
 
 def _find_leftovers(mark: str, evidence: Evidence) -> None:
-    """Record the processes that are left when the program exits, and those left EXIT_SECONDS later.
-
-    At the exit, the resource tracker of multiprocessing may still be about to exit.
-    """
-    left = _find_marked(mark)
+    left = _find_marked(mark)  # the resource tracker of multiprocessing may still be about to exit
     evidence.left_at_exit = [_describe(pid, command) for pid, command in left.items() if "resource_tracker" not in command]
     while left and time.monotonic() < evidence.exited_at + EXIT_SECONDS:
         os.sched_yield()
@@ -195,14 +185,3 @@ def _dump_stacks(program: subprocess.Popen, mark: str, folder: Path) -> str:
     _wait_for_exit(program.pid, 1.0)
     lines += [_describe(*process) for process in _find_marked(mark).items()]
     return "\n".join([*lines, (folder / "err").read_text(errors="replace")[-8000:]])
-
-
-def _parse_report(out: str) -> dict | None:
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    if not lines:
-        return None
-    report = json.loads(lines[-1])
-    for name in ("failures", "states"):
-        if name in report:
-            report[name] = {int(rank): value for rank, value in report[name].items()}
-    return report

@@ -1,4 +1,4 @@
-"""The host program of one history. It calls `run`, prints a report as a line of JSON, and exits.
+"""The host program of one history. It calls `run`, prints a report as a dictionary in one line, and exits.
 
     python host.py FOLDER READY     FOLDER has the history. The program writes a byte to descriptor READY just before the call.
 
@@ -6,14 +6,13 @@ The report also has each part of the process state that the run has changed. The
 """
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 
 import mpwatch
@@ -26,13 +25,13 @@ mpwatch.run  # imported before the state is read: in Python 3.12 the import of `
 
 
 class TimerError(Exception):
-    """The exception that the handler of the program's own timer raises."""
+    """Raised by the handler of the program's own timer."""
 
 
 def main(folder, ready):
     with open(f"{folder}/history", "rb") as file:
         history = pickle.load(file)
-    times = EventTimes(folder, len(history.plans))
+    times = EventTimes(folder)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.register(signal.SIGUSR1)  # the harness sends it if this program hangs
     if history.fault is Fault.TERMINATE_HANDLED:
@@ -46,7 +45,7 @@ def main(folder, ready):
     try:
         try:
             if history.fault is Fault.TIMER:
-                signal.setitimer(signal.ITIMER_REAL, history.injection.at + 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, history.fault_at + 1e-6)
             times.record(CALLED)
             result = call(history, folder)
         finally:
@@ -60,35 +59,16 @@ def main(folder, ready):
 
 
 def call_run(history, folder):
-    policy = 0
+    restarts, delay = 0, history.restart_delay
     if history.restart_scope:
-        policy = mpwatch.RestartPolicy(
-            10_000, scope=history.restart_scope, delay=history.restart_delay, max_delay=history.restart_delay
-        )
-    return mpwatch.run(
-        run_rank,
-        len(history.plans),
-        args=(history, folder),
-        grace_period=history.grace_period,
-        max_restarts=policy,
-    )
+        restarts = mpwatch.RestartPolicy(10_000, scope=history.restart_scope, delay=delay, max_delay=delay)
+    options = {"grace_period": history.grace_period, "max_restarts": restarts}
+    return mpwatch.run(run_rank, len(history.plans), args=(history, folder), **options)
 
 
 def call_in_thread(history, folder):
-    outcome = []
-
-    def call():
-        try:
-            outcome.append(call_run(history, folder))
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call_run, history, folder).result()
 
 
 def raise_timer_error(times):
@@ -97,7 +77,6 @@ def raise_timer_error(times):
 
 
 def exception_chain(error):
-    """Return the names of the types of an exception and its causes."""
     names = []
     while error is not None:
         names.append(type(error).__name__)
@@ -110,9 +89,8 @@ def describe_run_failure(error):
     failed = error if isinstance(error, mpwatch.RunFailedError) else error.__cause__
     if not isinstance(failed, mpwatch.RunFailedError):
         return {}
-    root = failed.root_cause
     return {
-        "root": root and root.rank,
+        "root": failed.root_cause and failed.root_cause.rank,
         "verdict": str(failed).splitlines()[0],
         "exit_code": failed.exit_code,
         "chain_length": len(exception_chain(failed.__cause__)),
@@ -123,12 +101,8 @@ def describe_run_failure(error):
 
 def describe_failure(failure):
     exception = "" if failure.exception is None else type(failure.exception).__name__
-    return {
-        "kind": failure.kind.name,
-        "exit_code": failure.exit_code,
-        "exception": exception,
-        "is_secondary": failure.is_secondary,
-    }
+    known = {"kind": failure.kind.name, "exit_code": failure.exit_code, "is_secondary": failure.is_secondary}
+    return {**known, "exception": exception}
 
 
 def describe_states(result):
@@ -137,12 +111,11 @@ def describe_states(result):
 
 def print_report(before, report):
     after = read_process_state()
-    changed = {name: [repr(before[name]), repr(after[name])] for name in before if before[name] != after[name]}
-    print(json.dumps({**report, "changed": changed}), flush=True)
+    changed = {name: (repr(before[name]), repr(after[name])) for name in before if before[name] != after[name]}
+    print({**report, "changed": changed}, flush=True)
 
 
 def read_process_state():
-    """Return the process state that a run must not change."""
     wakeup_fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup_fd)
     return {**process_state.state(), "wake-up descriptor": wakeup_fd, "active children": multiprocessing.active_children()}

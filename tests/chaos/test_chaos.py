@@ -34,70 +34,39 @@ def _default_signal_handlers():
         signal.signal(number, handler)
 
 
-def run_and_check(history, check):
-    """Run a history. Return the errors that `check` finds, and how many seconds over its limit the run was."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        evidence = run_history(history, Path(folder))
-    return check(history, evidence), seconds_over_limit(history, evidence)
+def assert_right(all_histories, check, command):
+    def run_and_check(history):
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            evidence = run_history(history, Path(folder))
+        return check(history, evidence), seconds_over_limit(history, evidence)
 
-
-def run_all(all_histories, check):
     with ThreadPoolExecutor(PARALLEL_PROGRAMS) as pool:
-        return list(pool.map(lambda history: run_and_check(history, check), all_histories))
-
-
-def format_errors(all_histories, results, command):
-    texts = []
-    for history, (errors, _) in zip(all_histories, results, strict=True):
-        if errors:
-            lines = [str(history), *(f"  ! {error}" for error in errors), f"  to repeat it: {command.format(history.seed)}"]
-            texts.append("\n".join(lines))
-    return "\n\n".join(texts)
-
-
-def summarize(results):
-    wrong = [errors for errors, _ in results if errors]
-    left = [errors for errors in wrong if any(error.startswith("left") or "changed" in error for error in errors)]
+        results = list(pool.map(run_and_check, all_histories))
     longest = max((over for _, over in results if over is not None), default=float("nan"))
-    return (
-        f"{len(results)} histories: {len(results) - len(wrong)} without errors, nothing left after {len(results) - len(left)}, "
-        f"the slowest one ended {longest:+.2f} s relative to its limit"
+    wrong = [(history, errors) for history, (errors, _) in zip(all_histories, results, strict=True) if errors]
+    print(f"\n{len(results)} histories: {len(wrong)} with errors, the slowest ended {longest:+.2f} s relative to its limit")
+    texts = (
+        "\n  ".join([str(history), *errors, f"to repeat it: {command.format(history.seed)}"]) for history, errors in wrong
     )
+    assert not wrong, "\n" + "\n".join(texts)
 
 
 @pytest.mark.timeout(120 + 30 * HISTORIES)
 @pytest.mark.usefixtures("_default_signal_handlers")
 def test_random_histories_keep_the_promises():
-    all_histories = [make_history(seed) for seed in range(SEED, SEED + HISTORIES)]
-    print(f"\nfrom MPWATCH_CHAOS_SEED={SEED} on")
-    results = run_all(all_histories, find_errors)
-    print(summarize(results))
     command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_HISTORIES=1 pytest tests/chaos -k random_histories"
-    text = format_errors(all_histories, results, command)
-    assert not text, "\n" + text
+    assert_right([make_history(seed) for seed in range(SEED, SEED + HISTORIES)], find_errors, command)
 
 
 @pytest.mark.timeout(120 + 30 * INSTANTS)
 @pytest.mark.usefixtures("_default_signal_handlers")
 @pytest.mark.parametrize("fault", [Fault.KILL, Fault.INTERRUPT, Fault.TERMINATE], ids=lambda fault: fault.name)
-def test_a_signal_at_any_time_of_the_start_leaves_nothing(fault):
-    assert_nothing_left([make_interrupted_start(seed, fault, LONGEST_START) for seed in range(SEED, SEED + INSTANTS)], fault)
-
-
-@pytest.mark.timeout(120 + 30 * INSTANTS)
-@pytest.mark.usefixtures("_default_signal_handlers")
-@pytest.mark.parametrize("fault", [Fault.KILL, Fault.INTERRUPT, Fault.TERMINATE], ids=lambda fault: fault.name)
-def test_a_signal_at_any_time_of_restarts_leaves_nothing(fault):
-    seeds = range(SEED, SEED + INSTANTS)
-    assert_nothing_left([make_interrupted_restarts(seed, fault, LONGEST_RESTARTS) for seed in seeds], fault)
-
-
-def assert_nothing_left(all_histories, fault):
-    results = run_all(all_histories, find_leftovers)
-    print(f"\n{fault.name}: {summarize(results)}")
+@pytest.mark.parametrize(
+    ("make", "longest"), [(make_interrupted_start, LONGEST_START), (make_interrupted_restarts, LONGEST_RESTARTS)]
+)
+def test_a_signal_at_any_time_of_the_start_or_of_restarts_leaves_nothing(make, longest, fault):
     command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_INSTANTS=1 pytest tests/chaos -k any_time"
-    text = format_errors(all_histories, results, command)
-    assert not text, "\n" + text
+    assert_right([make(seed, fault, longest) for seed in range(SEED, SEED + INSTANTS)], find_leftovers, command)
 
 
 def test_each_action_is_defined():
