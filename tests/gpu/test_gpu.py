@@ -5,39 +5,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 import mpwatch
 from mpwatch import FailureKind
-from support.programs import python
+from support.programs import call
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
-
-
-def read_gpu_memory(text=None):
-    """Return how many MiB each process has on the GPUs, by pid."""
-    if text is None:
-        command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    pairs = [line.split(",") for line in text.splitlines() if line.strip()]
-    return {int(pid): int(used) if used.strip().isdigit() else None for pid, used in pairs}
-
-
-def test_the_memory_of_processes_is_read_from_nvidia_smi():
-    assert read_gpu_memory("4711, 1024\n4712, [N/A]\n\n") == {4711: 1024, 4712: None}
-
-
-def free_bytes():
-    return torch.cuda.mem_get_info()[0]
 
 
 def report_of(fn, nprocs=1, **options):
@@ -119,10 +99,7 @@ def use_the_gpu_in_ranks_only():
 
 @needs_gpu
 def test_the_caller_has_no_cuda_context():
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); from gpu.test_gpu import *; use_the_gpu_in_ranks_only()"
-    )
-    assert python("-c", code).stdout == "[1.0, 1.0] False\n"
+    assert call(use_the_gpu_in_ranks_only).stdout == "[1.0, 1.0] False\n"
 
 
 # --- Failures
@@ -182,12 +159,14 @@ def test_a_rank_killed_in_a_launch_leaves_no_memory(record_property):
             os.kill(os.getpid(), signal.SIGKILL)
         return os.getpid()
 
-    before = free_bytes()
+    before, _ = torch.cuda.mem_get_info()
     (pid,) = mpwatch.run(die_launching, 1, max_restarts=1)
-    record_property("left", f"{max(0, before - free_bytes()) // MIB} MiB")
-    assert before - free_bytes() < 64 * MIB
+    left = before - torch.cuda.mem_get_info()[0]
+    record_property("left", f"{max(0, left) // MIB} MiB")
+    assert left < 64 * MIB
     if shutil.which("nvidia-smi"):
-        assert pid not in read_gpu_memory()
+        command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+        assert str(pid) not in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 @needs_gpu
@@ -251,7 +230,7 @@ def test_pinned_batches_of_killed_loaders():
 
 @needs_gpu
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("package", ["lightning", "accelerate", "transformers"])
+@pytest.mark.parametrize("package", ["lightning", "transformers"])
 def test_a_trainer_trains_two_steps(package):
     if find_spec(package) is None:
         pytest.skip(f"needs {package}")
@@ -279,18 +258,6 @@ def train_with_lightning():
     return trainer.strategy.root_device.type
 
 
-def train_with_accelerate():
-    import accelerate
-
-    accelerator = accelerate.Accelerator()
-    model = torch.nn.Linear(8, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(2):
-        accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).mean())
-        optimizer.step()
-    return accelerator.device.type
-
-
 def train_with_transformers():
     import tempfile
 
@@ -311,43 +278,4 @@ def train_with_transformers():
         return trainer.args.device.type
 
 
-TRAINERS = {
-    "lightning": train_with_lightning,
-    "accelerate": train_with_accelerate,
-    "transformers": train_with_transformers,
-}
-
-
-# --- Many CPUs
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 16, reason="this machine has fewer than 16 CPUs")
-def test_figures_on_many_cpus(record_property, tmp_path):
-    def enter():
-        return time.monotonic()
-
-    for nprocs in (16, 64, 256):
-        began_at = time.monotonic()
-        record_property(f"start of {nprocs}", f"{max(mpwatch.run(enter, nprocs)) - began_at:.2f} s")
-    for nprocs in (16, 64):
-        with mpwatch.WorkerGroup(nprocs) as group:
-            group.run(enter)
-            began_at = time.perf_counter()
-            for _ in range(50):
-                group.run(enter)
-            record_property(f"warm call of {nprocs}", f"{(time.perf_counter() - began_at) * 20:.2f} ms")
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "bench.py"),
-        "start",
-        "warm",
-        "-r",
-        "3",
-        "-o",
-        str(tmp_path / "f.json"),
-    ]
-    bench = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
-    for line in bench.stdout.splitlines():
-        if " of it" in line:
-            record_property(line.split()[0], " ".join(line.split()[1:]))
+TRAINERS = {"lightning": train_with_lightning, "transformers": train_with_transformers}
