@@ -48,10 +48,8 @@ both_ways = pytest.mark.parametrize("sent", [send_as_argument, send_as_value])
 
 def list_mappings():
     """Return the address ranges of mapped files in this process."""
-    lines = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if re.search(r"[:/]mpwatch-\S+ \(deleted\)$", line)
-    ]
-    return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
+    found = re.findall(r"^(\S+)-(\S+) .*[:/]mpwatch-\S+ \(deleted\)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    return [range(int(begin, 16), int(end, 16)) for begin, end in found]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,6 @@ def list_mappings():
         (np.arange(4.0 * MANY)[::2], True),  # not contiguous
         (np.array([{"a": 1}, None], dtype=object), False),
         (np.arange(MANY).astype("datetime64[s]"), False),
-        (np.array(1.5), False),
         (np.empty((3, 0)), False),
         (ma.masked_equal(np.arange(MANY), 3), False),
     ],
@@ -85,9 +82,8 @@ def test_an_array_comes_whole_and_writable(sent, array, is_mapped):
 def test_views_of_all_sizes(sent, size):
     grid = memoryview(np.arange(2.0 * size).reshape(2, size))
     came = sent(grid)
-    assert came.tobytes() == grid.tobytes()
+    assert (came.tobytes(), came.readonly) == (grid.tobytes(), False)
     assert (came.format, came.shape) == ((grid.format, grid.shape) if size else ("B", (0,)))
-    assert not came.readonly
 
 
 @both_ways
@@ -117,16 +113,12 @@ def test_a_memoryview_that_cannot_be_rebuilt_is_refused(sent, view, text):
 def test_identical_objects_stay_identical(sent):
     array, view = np.zeros(MANY), memoryview(bytearray(MIN_BUFFER_SIZE))
     first, (second,), third, fourth = sent((array, [array], view, view))
-    assert first is second
-    assert third is fourth
+    assert (first is second, third is fourth) == (True, True)
 
 
 SIZES = [0, 1, 7000, MIN_BUFFER_SIZE - 1, MIN_BUFFER_SIZE, MIN_BUFFER_SIZE + 1, 3 * MIN_BUFFER_SIZE]
-THINGS = st.one_of(
-    st.sampled_from(SIZES).map(lambda size: np.arange(size, dtype="uint8")),
-    st.sampled_from(SIZES).flatmap(lambda size: st.sampled_from([bytes(size), bytearray(size), memoryview(bytes(size))])),
-    st.sampled_from(SIZES).map(lambda size: "é" * size),
-)
+KINDS = [bytes, bytearray, np.zeros, lambda size: memoryview(bytes(size)), lambda size: "é" * size]
+THINGS = st.builds(lambda make, size: make(size), st.sampled_from(KINDS), st.sampled_from(SIZES))
 
 
 @settings(max_examples=60)
@@ -166,7 +158,7 @@ def test_buffers_are_released_if_pickling_fails(sent):
 
 
 def send_parts(parts, args=(None,)):
-    """Return the calls that the ranks get, and the size of the payload."""
+    """Return the calls that the ranks get, and the size of what is sent."""
     packed = call_payload.pack(FunctionCall(print, args, {"name": None}, None, parts=parts))
     size = os.fstat(packed.fds[0]).st_size
     choices = [lambda _, number=number: number for number in range(len(parts))]
@@ -183,8 +175,7 @@ def test_each_rank_gets_its_own_values_and_what_all_ranks_get_is_sent_once():
     assert size < 5 * common.nbytes + 10 * os.sysconf("SC_PAGESIZE")
     for rank, call in enumerate(calls):
         array, same = call.args
-        assert call.kwargs["name"] == f"{rank}"
-        assert (array == rank).all()
+        assert (call.kwargs["name"], set(array)) == (f"{rank}", {rank})
         assert (same == common).all()
         same[:] = array[:] = -1  # no other rank sees it
 

@@ -13,7 +13,6 @@ from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.pickling import return_values
 
 STOPPED_AT = 10.0
-SUCCESS = {"stop_reason": StopReason.SUCCEEDED, "stopped_at": None}
 
 
 def observe(*ranks, stop_reason=StopReason.FAILED, stopped_at=STOPPED_AT, **more):

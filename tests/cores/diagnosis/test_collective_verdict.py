@@ -50,10 +50,6 @@ TABLE = {
         (MISMATCH, 1),
         with_field("broadcast", "root", 0, 2, 0),
     ),
-    "rank 2 called all_reduce #1 with float64[4], ranks 0-1 with float32[4]": (
-        (MISMATCH, 2),
-        with_field("all_reduce", "input_dtypes", ("float32",), ("float32",), ("float64",)),
-    ),
     "rank 2 called all_reduce #1 with op MAX, ranks 0-1 with op SUM": (
         (MISMATCH, 2),
         with_field("all_reduce", "reduce_op", "SUM", "SUM", "MAX"),
@@ -138,9 +134,8 @@ def test_a_rank_whose_old_collectives_are_forgotten_may_have_joined():
 
 def test_many_ranks_are_compared_in_a_moment():
     """The time grows with the number of ranks, not with its square: 1,024 ranks take half a second."""
-    world = tuple(range(1024))
+    world, before = tuple(range(1024)), time.process_time()
     calls = tuple(call("all_reduce", number, 16, ranks=world) for number in range(1, 9))
-    before = time.process_time()
     verdict = verdict_of(*[(*calls, waiting("all_reduce", 9, 16, ranks=world))] * 1023, calls)
     assert (verdict.blamed, time.process_time() - before < 10) == ((1023,), True)
 
@@ -180,8 +175,7 @@ def test_ranks_that_agree_are_never_a_mismatch(program, nprocs, data):
     first, last = min(map(len, cut)), max(map(len, cut))
     cut = [tuple(replace(c, state=CollectiveState.WAITING) if c.sequence > first else c for c in calls) for calls in cut]
     verdict = verdict_of(*cut)
-    assert verdict is None or verdict.kind is ABSENT
-    assert verdict is None or all(len(cut[rank]) < last for rank in verdict.blamed)
+    assert verdict is None or (verdict.kind is ABSENT and all(len(cut[rank]) < last for rank in verdict.blamed))
 
 
 @given(PROGRAM, NPROCS, st.data())

@@ -16,9 +16,9 @@ GROUPS = {
 }
 
 
-def entry(name, number, *shapes, state="completed", group=("0", "default_pg"), is_p2p=False, at=None, record_id=None):
+def entry(name, number, *shapes, state="completed", group=("0", "default_pg"), is_p2p=False, record_id=None):
     """Return an entry of the recorder. It is the call `number` of its group."""
-    shapes = list(map(list, shapes))
+    shapes, is_over = list(map(list, shapes)), state == "completed"
     return {
         "record_id": number - 1 if record_id is None else record_id,
         "pg_id": int(group[0]),
@@ -27,16 +27,16 @@ def entry(name, number, *shapes, state="completed", group=("0", "default_pg"), i
         "p2p_seq_id": number if is_p2p else 0,
         "op_id": number,
         "profiling_name": f"nccl:{name}",
-        "time_created_ns": (number if at is None else at) * SECOND,
-        "duration_ms": 0.1 if state == "completed" else None,
+        "time_created_ns": (number + is_p2p) * SECOND,
+        "duration_ms": 0.1 if is_over else None,
         "input_sizes": shapes,
         "input_dtypes": ["BFloat16"] * len(shapes),
         "output_sizes": shapes,
         "output_dtypes": ["BFloat16"] * len(shapes),
         "state": state,
         "time_discovered_started_ns": None if state == "scheduled" else number * SECOND,
-        "time_discovered_completed_ns": number * SECOND if state == "completed" else None,
-        "retired": state == "completed",
+        "time_discovered_completed_ns": number * SECOND if is_over else None,
+        "retired": is_over,
         "timeout_ms": 600_000,
         "is_p2p": is_p2p,
     }
@@ -67,7 +67,7 @@ def test_a_collective_of_nccl(answer):
 
 FIRST = entry("broadcast", 1, (8,))
 STARTED = entry("all_reduce", 2, (16,), state="started")
-GLOO = FIRST | {"profiling_name": "gloo:broadcast"}
+GLOO, FIRST_OF_NCCL = FIRST | {"profiling_name": "gloo:broadcast"}, STARTED | {"collective_seq_id": 1}
 UNEVEN_BATCHES = [  # NCCL never changes the state of the calls of a batch. This is how it gathers uneven tensors
     [
         *(entry("_broadcast_oop", 1, (size,), state="scheduled", record_id=number) for number in range(3)),
@@ -75,10 +75,10 @@ UNEVEN_BATCHES = [  # NCCL never changes the state of the calls of a batch. This
     ]
     for size in (4, 5, 6)
 ]
-SENDS = entry("send 0->1", 1, (4,), state="started", is_p2p=True, at=2)
+SENDS = entry("send 0->1", 1, (4,), state="started", is_p2p=True)
 RECEIVES_BATCH = [
-    entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
-    entry("coalesced", 1, state="started", is_p2p=True, at=3),
+    entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True),
+    entry("coalesced", 1, state="started", is_p2p=True),
 ]
 POINT_TO_POINT = [[FIRST, SENDS], [FIRST, *RECEIVES_BATCH], [FIRST]]  # rank 2 takes no part
 
@@ -86,11 +86,7 @@ CASES = {
     # what the recorder of each rank has, the last call of each rank, the ranks that are blamed
     "absent": ([[FIRST, STARTED], [FIRST, STARTED], [FIRST]], ["all_reduce", "all_reduce", "broadcast"], (2,)),
     # each backend of a group numbers its calls
-    "two backends": (
-        [[GLOO, STARTED | {"collective_seq_id": 1}], [GLOO], [GLOO]],
-        ["all_reduce", *["broadcast"] * 2],
-        (1, 2),
-    ),
+    "two backends": ([[GLOO, FIRST_OF_NCCL], [GLOO], [GLOO]], ["all_reduce", "broadcast", "broadcast"], (1, 2)),
     "batches": (UNEVEN_BATCHES, ["ALLGATHER_coalesced"] * 3, None),
     "point-to-point": (POINT_TO_POINT, ["send", "batch_isend_irecv", "broadcast"], None),
 }

@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-import os
 import socket
 import threading
 
@@ -34,17 +33,6 @@ def read_from_reset_socket():
         client.recv(1)
 
 
-def wait_at_aborted_barrier():
-    barrier = threading.Barrier(2)
-    barrier.abort()
-    barrier.wait()
-
-
-def read_from_ended_input():
-    with open(os.devnull) as nothing:
-        raise EOFError(nothing.read())
-
-
 def connect_to_closed_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
@@ -63,8 +51,8 @@ REAL_ERRORS = {
     "socket": (lambda: use_after_the_peer_has_closed(socket.socketpair, lambda ours: ours.sendall(b"x")), POSSIBLY),
     "reset socket": (read_from_reset_socket, POSSIBLY),
     "stream": (lambda: asyncio.run(read_from_ended_stream()), POSSIBLY),
-    "barrier": (wait_at_aborted_barrier, TIMEOUT),
-    "input": (read_from_ended_input, None),
+    "barrier": (lambda: threading.Barrier(2, timeout=0).wait(), TIMEOUT),
+    "input": (lambda: exec("raise EOFError"), None),
     "closed port": (connect_to_closed_port, PeerErrorKind.HINT),
 }
 

@@ -39,9 +39,8 @@ def parse(text):
     ("text", "dump"),
     [
         (WHOLE + OTHER + END, ALL),
-        (HEAD + 100 * FRAMES + END, (HEAD + 100 * FRAMES).rstrip()),  # a stack is cut after 100 frames
         (NATIVE_WHOLE, WHOLE.rstrip()),
-        (NATIVE_HEAD + 100 * FRAMES, (HEAD + 100 * FRAMES).rstrip()),
+        (NATIVE_HEAD + 100 * FRAMES, (HEAD + 100 * FRAMES).rstrip()),  # a stack is cut after 100 frames
         (NATIVE_OF_THREAD + NATIVE_WHOLE, WHOLE.rstrip()),  # another thread is never called the main thread
         (NATIVE_OF_THREAD + WHOLE + OTHER + END, ALL),
         # a rank may answer both signals; what Python wrote has all threads
@@ -59,10 +58,8 @@ def test_stacks_are_complete_when_their_last_line_has_come(text, dump):
     ("text", "dump"),
     [
         (NATIVE_HEAD + FRAMES[:20], HEAD + FRAMES[:20]),
-        (HEAD + FRAMES[:20], HEAD + FRAMES[:20]),
         (WHOLE + OTHER, ALL),
         (NATIVE_OF_THREAD, ""),
-        (OTHER, ""),
     ],
 )
 def test_an_incomplete_answer_shows_what_has_come(text, dump):
@@ -80,10 +77,6 @@ def test_only_what_the_last_request_has_brought_counts():
     assert (parser.is_complete(), parser.is_unanswered(1), parser.dump) == (True, False, (HEAD + OUTERMOST).strip())
     parser.end_dump()
     assert (parser.is_complete(), parser.is_unanswered(parser.dump_count), parser.dump) == (False, False, "")
-
-
-def test_a_thread_that_floods_the_pipe_is_cut_off():
-    assert len(parse(HEAD + "x" * (3 << 20)).dump) == 1 << 20
 
 
 CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}"

@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cores.diagnosis.evidence import answer, call, waiting
@@ -74,6 +74,7 @@ def is_late(begun_at):
     return answer_of
 
 
+@settings(max_examples=40)
 @given(stall_after=STALL_AFTER, begun_at=st.floats(0.0, 20.0), delays=DELAYS)
 def test_each_wait_is_told_once_and_within_one_period(stall_after, begun_at, delays):
     simulation = Simulation(stall_after, is_late(begun_at), delays=delays)
@@ -84,6 +85,7 @@ def test_each_wait_is_told_once_and_within_one_period(stall_after, begun_at, del
     assert not simulation.ended_at
 
 
+@settings(max_examples=40)
 @given(stall_after=STALL_AFTER, delays=DELAYS)
 def test_ranks_that_never_match_end_the_call_soon(stall_after, delays):
     calls = {0: waiting("all_reduce", 1, 16), 1: waiting("barrier", 1), 2: waiting("all_reduce", 1, 16)}
