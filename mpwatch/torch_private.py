@@ -1,11 +1,8 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-A comment or a docstring describes each private name. The description says which versions of torch have this private name,
-and what breaks in mpwatch if torch removes the private name. In the comments, "If it goes" means "If torch removes this
-private name". All facts about torch in this file come from the source code of torch 2.4, 2.6, 2.9 and 2.13.
+The comments say what breaks if torch removes a name. They come from the source code of torch 2.4, 2.6, 2.9 and 2.13.
 
-This module imports torch. Import this module only where torch is needed anyway: in `wire/pickling/torch_storages.py` and in
-`worker/collectives.py`.
+Import this module only where torch is needed anyway: in `wire/pickling/torch_storages.py` and in `worker/collectives.py`.
 """
 
 import os
@@ -21,33 +18,26 @@ import torch.storage
 
 # Tensors: wire/pickling/torch_storages.py.
 
-# `Tensor.__reduce_ex__` returns this function for the newer types (float8, uint16). If it goes, no tensor can be pickled.
-# All four versions have it.
+# `Tensor.__reduce_ex__` returns these: for the newer types (float8, uint16), and for a tensor with attributes of its own.
+# Without them, no tensor can be pickled. All four versions have them.
 rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
-
-# `Tensor.__reduce_ex__` returns this function for a tensor that has attributes of its own. If it goes, no tensor can be
-# pickled. All four versions have it.
 rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
 
 
+# `_untyped_storage`, since the public attributes warn that TypedStorage is deprecated; `_cdata`, the address of the C++
+# object, the same for all Python objects of a storage; and the argument `_internal`, with which torch does not warn.
+# Without them, no tensor can be pickled or unpickled. All four versions have them.
+
+
 def get_untyped_storage(storage: Any) -> Any:
-    """`_untyped_storage`, since the public attributes warn that TypedStorage is deprecated. Without it, no TypedStorage can
-    be pickled. In torch 2.4, 2.6, 2.9 and 2.13.
-    """
     return getattr(storage, "_untyped_storage", storage)
 
 
 def get_storage_id(storage: Any) -> int:
-    """`_cdata`, the address of the C++ object, which is the same for all Python objects of a storage. Without it, no tensor
-    can be pickled. In torch 2.4, 2.6, 2.9 and 2.13.
-    """
     return int(storage._cdata)
 
 
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
-    """With `_internal`, torch does not warn that TypedStorage is deprecated. Without it, no tensor can be unpickled. In
-    torch 2.4, 2.6, 2.9 and 2.13.
-    """
     make: Any = torch.storage.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
@@ -77,18 +67,21 @@ def has_flight_recorder() -> bool:
     return any(hasattr(bindings, name) for name in FLIGHT_RECORDERS)
 
 
+# `_world` has the process groups, of which torch has no public list. Without `pg_names`, `pg_group_ranks` and `default_pg`,
+# nobody knows which rank is missing in a collective. All four versions have them.
+
+
+def _get_world() -> Any:
+    return import_module("torch.distributed.distributed_c10d")._world
+
+
 def get_group_names() -> dict[Any, str]:
-    """`_world.pg_names`: torch has no public list of process groups. Without it, nobody knows which rank is missing in a
-    collective. In torch 2.4, 2.6, 2.9 and 2.13.
-    """
-    return dict(import_module("torch.distributed.distributed_c10d")._world.pg_names)
+    return dict(_get_world().pg_names)
 
 
 def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By torch's names: the description of the group, and its global ranks. In `(4, 2)`, global rank 4 is rank 0 of the
-    group. `pg_group_ranks` is in torch 2.4, 2.6, 2.9 and 2.13.
-    """
-    ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
+    """By torch's names: the description of the group, and its global ranks. In `(4, 2)`, global rank 4 is its rank 0."""
+    ranks = _get_world().pg_group_ranks
     groups = {}
     for group, name in get_group_names().items():
         numbers = ranks.get(group, {})
@@ -97,9 +90,8 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def get_group_name(group: Any) -> str:
-    """Of the default group if None; empty if torch does not know it. `default_pg` is in torch 2.4, 2.6, 2.9 and 2.13."""
-    module = import_module("torch.distributed.distributed_c10d")
-    return get_group_names().get(module._world.default_pg if group is None else group, "")
+    """Of the default group if None; empty if torch does not know it."""
+    return get_group_names().get(_get_world().default_pg if group is None else group, "")
 
 
 def is_of_torch(code: CodeType) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from numbers import Real
 
 from mpwatch.options.worker_info import RANK_VARIABLES
-from mpwatch.os_support.cpu_affinity import format_cpus
+from mpwatch.os_support.hardware import format_cpus
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
 
 MAX_PORT = 65535

@@ -5,7 +5,6 @@ This module runs in the watcher.
 """
 
 import os
-from collections.abc import Iterator
 
 MOUNTS = "/proc/self/mountinfo"
 GROUPS = "/proc/self/cgroup"
@@ -45,7 +44,8 @@ def _find_folder(controller: str, kind: str) -> str | None:
     In a container, often only a part is mounted. If that is `/docker/1`, the folder of `/docker/1/job` is `job` below the
     mount point. The full path is tried first.
     """
-    path = next((path for controllers, path in _read_groups() if controller in controllers), None)
+    groups = (line.split(":", 2) for line in _read_file(GROUPS).splitlines())
+    path = next((path for _, controllers, path in groups if controller in controllers.split(",")), None)
     if path is None:
         return None
     for line in _read_file(MOUNTS).splitlines():
@@ -60,15 +60,9 @@ def _find_folder(controller: str, kind: str) -> str | None:
     return None
 
 
-def _read_groups() -> Iterator[tuple[list[str], str]]:
-    for line in _read_file(GROUPS).splitlines():
-        _, controllers, path = line.split(":", 2)
-        yield controllers.split(","), path
-
-
 def _read_field(file: str, name: str) -> int | None:
-    words = (line.split() for line in _read_file(file).splitlines())
-    return next((int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == name), None)  # noqa: PLR2004  a name, a number
+    lines = (line.partition(" ") for line in _read_file(file).splitlines())
+    return next((int(count) for key, _, count in lines if key == name), None)
 
 
 def _read_file(file: str) -> str:

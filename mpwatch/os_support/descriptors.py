@@ -94,22 +94,14 @@ def _libc() -> Any:
     return libc
 
 
-def read_pipe_size(fd: int) -> int:
-    """Return how many bytes this pipe can hold, or 0 if it is none or nobody knows."""
-    import fcntl
-
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else 0
-    except OSError:
-        return 0
-
-
 def grow_pipe(fd: int, size: int) -> int:
     """Return the capacity after trying to increase it to `size`, or 0 if it is unknown. Raises OSError."""
     import fcntl
 
-    holds = read_pipe_size(fd)
-    if 0 < holds < size:
+    if not hasattr(fcntl, "F_GETPIPE_SZ"):
+        return 0
+    holds = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
+    if holds < size:
         with suppress(PermissionError):  # more than pipe-max-size, or pipe-user-pages-soft for all pipes of a user
             return fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
     return holds
@@ -153,21 +145,15 @@ def open_standard_descriptors() -> Iterator[None]:
     made = []
     try:
         for fd in range(STDERR + 1):
-            if not _is_open(fd):
+            try:
+                os.fstat(fd)
+            except OSError:  # it is closed
                 made.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
                 os.set_inheritable(fd, True)
         yield
     finally:
         for fd in made:
             os.close(fd)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:

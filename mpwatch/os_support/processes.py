@@ -9,32 +9,28 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpwatch.os_support.clock import monotonic
 
 THREAD_EXIT_SECONDS = 1.0  # the kernel needs only microseconds to remove a thread that has ended
 
 
-class ProcessState:
+class ProcessState(NamedTuple):
     """The state letter of a process, such as R, S, D, T or Z (see proc(5)), and the signals that the process catches."""
 
-    def __init__(self, letter: str, caught: int) -> None:
-        self.letter = letter
-        self._caught = caught
+    letter: str
+    caught: int
 
     def catches(self, signum: int) -> bool:
-        return bool(self._caught >> (signum - 1) & 1)
+        return bool(self.caught >> (signum - 1) & 1)
 
 
-class ProcessUsage:
+class ProcessUsage(NamedTuple):
     """The memory (in bytes) and the CPU time (in seconds) of one process. Child processes are not included."""
 
-    __slots__ = ("cpu_seconds", "memory")
-
-    def __init__(self, memory: int, cpu_seconds: float) -> None:
-        self.memory = memory
-        self.cpu_seconds = cpu_seconds
+    memory: int
+    cpu_seconds: float
 
 
 def read_process_state(pid: int) -> ProcessState | None:

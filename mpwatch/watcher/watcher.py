@@ -29,8 +29,7 @@ from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.progress_events import ProgressEvents
+from mpwatch.watcher.observers.event_bus import EventBus, ProgressEvents
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups, build_workers, reserve_port
 from mpwatch.wire.resource_errors import with_remedy

@@ -7,14 +7,21 @@
 pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N`,
 `all COMMAND` and `quit` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and
 captured output of the ranks is held back until the next prompt.
+
+Python's `input` reads the lines: IPython's kernel replaces it, and in a terminal it uses the module readline. If the rank
+ends meanwhile, a thread that watches its socket sends SIGURG, whose handler raises PromptClosedError. A process ignores
+SIGURG by default, so a late one has no effect.
 """
 
 import re
+import select
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.os_support.clock import monotonic
@@ -22,20 +29,17 @@ from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.debugger.line_input import PromptClosedError, explain_missing_prompt, read_line
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
-from mpwatch.wire.exceptions.source_lines import cell_name
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.wire.exceptions.source_lines import cell_name, get_ipython_shell
 
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
+REPEAT_MS = 50  # between two SIGURG
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
-QUIT_COMMAND = re.compile(r"\s*(all\s+)?(q|quit|exit)\s*$")
-RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
-RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
-ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
 STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
@@ -193,20 +197,21 @@ class DebuggerConsole:
 
     def _handle_line(self, session: RankSession, line: str, signals: Prompter) -> None:
         self._update()  # other ranks may have come to a breakpoint while the user was typing
-        is_command = session.prompt.endswith(PDB_PROMPT)  # not of `interact`, `commands`, or a question
-        if is_command and RANKS_COMMAND.match(line):
-            stopped = {each.rank: f" at a prompt ({each.place})" for each in self._get_stopped()}
-            for ranks, place in group_places(self._watcher.take_stacks(REQUEST_SECONDS) | stopped):
-                self._write(f"{ranks}:{place}\n")
-        elif is_command and (match := RANK_COMMAND.match(line)):
-            self._switch(int(match[1]))
-        elif is_command and QUIT_COMMAND.match(line) and not session.can_be_left:
-            self._quit(session, signals)
-        elif is_command and (match := ALL_COMMAND.match(line)):
-            self._ask_all(match[1])
-        else:
-            session.answer("line", line)
-            self._wait_for_prompt(session)
+        # not at the prompt of `interact` or `commands`, nor at a question
+        match line.split() if session.prompt.endswith(PDB_PROMPT) else []:
+            case ["ranks"]:
+                stopped = {each.rank: f" at a prompt ({each.place})" for each in self._get_stopped()}
+                for ranks, place in group_places(self._watcher.take_stacks(REQUEST_SECONDS) | stopped):
+                    self._write(f"{ranks}:{place}\n")
+            case ["rank", number] if number.isdecimal():
+                self._switch(int(number))
+            case ["q" | "quit" | "exit"] | ["all", "q" | "quit" | "exit"] if not session.can_be_left:
+                self._quit(session, signals)
+            case ["all", command, *_] if re.match(r"[\w!]", command):
+                self._ask_all(line.strip().removeprefix("all").lstrip())
+            case _:
+                session.answer("line", line)
+                self._wait_for_prompt(session)
 
     def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
         deadline = monotonic() + seconds
@@ -291,3 +296,50 @@ class DebuggerConsole:
         with suppress(Exception):  # None, or an object of the user that may raise anything
             stream.write(text)
             stream.flush()
+
+
+class PromptClosedError(BaseException):
+    """The rank has ended while its prompt is open. (IPython's kernel would log and ignore a subclass of Exception.)"""
+
+
+def explain_missing_prompt() -> str:
+    """Return the reason why this process cannot show a prompt, or an empty text if it can show a prompt."""
+    if threading.current_thread() is not threading.main_thread():
+        return "the run was started in a thread that is not the main thread of its program"
+    if in_notebook():
+        kernel = get_ipython_shell().kernel
+        return "" if getattr(kernel, "_allow_stdin", True) else "this notebook is executed without a user"
+    with suppress(Exception):  # stdin is None, closed, or an object of the calling program
+        if sys.stdin.isatty():
+            return ""
+    return "the program that started the run has neither a terminal on stdin nor a notebook"
+
+
+def read_line(prompt: str, socket: int) -> str:
+    """Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, PromptClosedError if the rank closes its end."""
+    with ExitStack() as stack:
+        handler = signal.signal(signal.SIGURG, _close_prompt)
+        stack.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
+        stop = stack.enter_context(closing(WakeupPipe()))
+        arguments = (socket, stop.fileno(), threading.get_ident())
+        thread = threading.Thread(target=_watch_socket, args=arguments, name="mpwatch-prompt", daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.wake)
+        return input(prompt)
+
+
+def _close_prompt(*_: object) -> NoReturn:
+    raise PromptClosedError
+
+
+def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
+    """When the rank's end of the socket is closed, send SIGURG to the main thread again and again until `read_line` ends."""
+    poll = select.poll()
+    poll.register(socket, 0)  # nothing but the end
+    poll.register(stop, select.POLLIN)
+    if any(fd == stop for fd, _ in poll.poll()):
+        return
+    poll.unregister(socket)
+    while not poll.poll(REPEAT_MS):  # repeat the signal, since the main thread may not wait in `input` yet
+        signal.pthread_kill(main_thread, signal.SIGURG)

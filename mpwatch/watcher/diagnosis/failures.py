@@ -135,7 +135,9 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
     if answer.kind is MessageKind.LOAD_FAILED:
         kind = FailureKind.START
     elif issubclass(type(error), SystemExit):  # not isinstance(), which reads __class__, and that may be the user's property
-        kind, exit_code = FailureKind.EXIT, _get_exit_status(SystemExit.__dict__["code"].__get__(error))
+        kind = FailureKind.EXIT
+        if isinstance(code := SystemExit.__dict__["code"].__get__(error), int):
+            exit_code = (code & 0xFF) or 1
     return _build(
         attempt,
         observed,
@@ -147,10 +149,6 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
         traceback=decoder.read_traceback_text(answer.body),
         is_secondary=classify_exception(answer.body) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT),
     )
-
-
-def _get_exit_status(code: object) -> int:
-    return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> ProcessFailure:

@@ -5,6 +5,7 @@ cgroup, which the kernel increments before it kills a process: if it rose by at 
 the OOM killer killed all of them, and maybe other processes.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from mpwatch.os_support.cgroups import count_oom_kills
@@ -16,7 +17,7 @@ class OomDetector:
 
     def __init__(self) -> None:
         self._group_counts = count_oom_kills()
-        self._other_kills: dict[str, int] = {}  # kills of processes that are no ranks, by the counter's file
+        self._other_kills: Counter[str] = Counter()  # kills of processes that are no ranks, by the counter's file
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
         """Record what the counters say of these suspects. Call it right after their deaths: later kills count, too."""
@@ -24,16 +25,17 @@ class OomDetector:
         if not killed:
             return
         file, rise = self._read_rise()
+        self._other_kills[file] += max(0, rise - len(killed))
         for observed in killed:
             if rise >= len(killed):
                 observed.oom_proof = _describe_rise(file, rise)
-        self._count_other_kills(file, rise - len(killed))
 
     def take_other_kills(self) -> str:
         """Return a text about OOM kills of other processes since the last call. Empty if there were none."""
-        self._count_other_kills(*self._read_rise())
-        others, self._other_kills = self._other_kills, {}
-        return "; ".join(_describe_rise(file, times) for file, times in others.items())
+        file, rise = self._read_rise()
+        self._other_kills[file] += rise
+        others, self._other_kills = self._other_kills, Counter()
+        return "; ".join(_describe_rise(file, times) for file, times in others.items() if times)
 
     def _read_rise(self) -> tuple[str, int]:
         """Return the counter that rose most since the last call, and by how much."""
@@ -42,10 +44,6 @@ class OomDetector:
         self._group_counts = now
         rise, file = max(rises, default=(0, ""))
         return file, rise
-
-    def _count_other_kills(self, file: str, times: int) -> None:
-        if times > 0:
-            self._other_kills[file] = self._other_kills.get(file, 0) + times
 
 
 def _describe_rise(file: str, times: int) -> str:

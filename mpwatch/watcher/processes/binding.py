@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from mpwatch.options.validation import check_cpus
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.cpu_affinity import format_cpus
+from mpwatch.os_support.hardware import format_cpus
 
 
 class Core(NamedTuple):

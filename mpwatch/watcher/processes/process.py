@@ -40,7 +40,6 @@ from multiprocessing.popen_spawn_posix import Popen
 from typing import Any, NamedTuple, Self
 
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.cpu_affinity import limit_thread_to
 from mpwatch.os_support.cpython_private import (
     forget_child,
     get_logging_setup,
@@ -49,6 +48,7 @@ from mpwatch.os_support.cpython_private import (
     make_fds_finalizer,
 )
 from mpwatch.os_support.descriptors import grow_pipe
+from mpwatch.os_support.hardware import limit_thread_to
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
 from mpwatch.wire.launch import LaunchInfo, RankProcess
 
