@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from mpwatch.options.stop_policy import StopPolicy
     from mpwatch.options.worker_info import Worker
     from mpwatch.results.collective import Collective, CollectiveState
-    from mpwatch.results.failure import FailureKind, ProcessFailure
-    from mpwatch.results.item_failure import ItemFailure
+    from mpwatch.results.failure import FailureKind, ItemFailure, ProcessFailure
     from mpwatch.results.model import Attempt, Lateness, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import RunHandle
@@ -95,8 +94,7 @@ _NAMES = {  # by module
     ".options.stop_policy": ("StopPolicy",),
     ".options.worker_info": ("Worker",),
     ".results.collective": ("Collective", "CollectiveState"),
-    ".results.failure": ("FailureKind", "ProcessFailure"),
-    ".results.item_failure": ("ItemFailure",),
+    ".results.failure": ("FailureKind", "ItemFailure", "ProcessFailure"),
     ".results.model": ("Attempt", "Lateness", "Progress", "WorkerState"),
     ".results.run_result": ("RunResult",),
     ".run_handle": ("RunHandle",),

@@ -10,8 +10,7 @@ Add a new exception class only if a program needs to handle the new exception in
 from types import TracebackType
 from typing import Any
 
-from mpwatch.results.failure import FailureKind, ProcessFailure
-from mpwatch.results.item_failure import ItemFailure, name_item
+from mpwatch.results.failure import FailureKind, ItemFailure, ProcessFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult, format_report
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell

@@ -30,8 +30,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
 from mpwatch.options.validation import check_count, check_flag, check_word, refuse_unknown
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
-from mpwatch.results.item_failure import ItemFailure, name_item
+from mpwatch.results.failure import FailureKind, ItemFailure, ProcessFailure, format_failure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.call import Call

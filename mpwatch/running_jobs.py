@@ -14,8 +14,7 @@ from typing import Any
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.select import select_display
 from mpwatch.results.collective import Collective
-from mpwatch.results.model import Progress, WorkerState
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import Progress, RankStatus, WorkerState
 from mpwatch.results.report import format_count
 from mpwatch.results.stacks import Stacks
 from mpwatch.version import __version__

@@ -22,7 +22,7 @@ from mpwatch.nodes.messages import AttemptDecision, LinkHello
 from mpwatch.nodes.node_thread import make_coordinator
 from mpwatch.nodes.server import Link, Server
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.resource_errors import with_remedy
 

@@ -21,7 +21,7 @@ from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus
 from mpwatch.wire.pickling.pickler import pack_by_value
 
 CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0

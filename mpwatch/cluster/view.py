@@ -9,7 +9,7 @@ from dataclasses import replace
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.select import may_show, select_view
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 

@@ -39,6 +39,7 @@ class Event:
     name: ClassVar[str]
     """The name of the kind of event, such as "worker_started" for WorkerStarted."""
     log_level: ClassVar[int] = 0  # 0: it is not logged
+    _text: ClassVar[str] = ""  # of `str(event)`, if it is always the same
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -54,7 +55,7 @@ class Event:
         return {"event": self.name, **to_json(self)}
 
     def __str__(self) -> str:
-        return f"{self._who}: {self.name}"
+        return f"{self._who}: {self._text or self.name}"
 
     @property
     def _who(self) -> str:
@@ -142,9 +143,7 @@ class WorkerReady(Event):
     """The Python interpreter of this rank has started, and waits for the call of a function."""
 
     log_level = DEBUG
-
-    def __str__(self) -> str:
-        return f"{self._who}: ready"
+    _text = "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +155,7 @@ class CallStarted(Event):
     """
 
     log_level = DEBUG
-
-    def __str__(self) -> str:
-        return f"{self._who}: a call"
+    _text = "a call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +225,7 @@ class WorkerSucceeded(Event):
     """
 
     log_level = DEBUG
-
-    def __str__(self) -> str:
-        return f"{self._who}: returned"
+    _text = "returned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +254,7 @@ class WorkerStopped(Event):
     """The watcher stopped this rank, because another rank had failed or the run was stopped."""
 
     log_level = DEBUG
-
-    def __str__(self) -> str:
-        return f"{self._who}: stopped by the watcher"
+    _text = "stopped by the watcher"
 
 
 @dataclass(frozen=True, kw_only=True)

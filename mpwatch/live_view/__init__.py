@@ -6,5 +6,5 @@ v
 Display.show(snapshot): one of
 TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py, scroll_region.py)
 NotebookDisplay (notebook.py)       an HTML table in the cell that runs
-LineDisplay     (line_display.py)   lines on stderr
+LineDisplay     (live.py)           lines on stderr
 """

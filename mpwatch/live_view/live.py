@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TextIO
 
+from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot, SnapshotBuilder
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus
 
 WAITING_PERIOD = 1.0  # seconds between two status requests, until a rank has reported
 FIRST_PERIOD = 0.25  # seconds until the first drawing, if the view starts at once
@@ -30,6 +31,30 @@ class Display(Protocol):
 
     def close(self, snapshot: Snapshot) -> None:
         """End the view, and leave the progress visible. If this raises an exception, it can be called again."""
+
+
+class LineDisplay:
+    """Appends lines to a stream."""
+
+    period = 10.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last_written: object = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        overall = snapshot.overall
+        content = (overall.step, overall.total, str(overall.metrics), snapshot.counts)  # as text, since NaN != NaN
+        if content != self._last_written:
+            self._last_written = content
+            self._stream.write(f"mpwatch: {format_overall(snapshot)}\n")  # one write, so that the line stays whole
+            self._stream.flush()
+
+    def pause(self) -> None:
+        """Do nothing, because other output does not overwrite the lines of the live view."""
+
+    def close(self, snapshot: Snapshot) -> None:
+        self.show(snapshot)
 
 
 class LiveView:

@@ -8,8 +8,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpwatch.results.model import WorkerState
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus, WorkerState
 
 RATE_SECONDS = 10.0  # a rate is the mean over this number of seconds
 CPU_SECONDS = 2.0  # the same for CPU use, which the kernel counts in hundredths of a second

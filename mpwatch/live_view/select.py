@@ -43,7 +43,7 @@ def select_display(*, allow_lines: bool) -> "Display | None":
             if not TerminalDisplay.is_in_use:
                 return TerminalDisplay(terminal)
     if allow_lines and sys.stderr is not None:
-        from mpwatch.live_view.line_display import LineDisplay
+        from mpwatch.live_view.live import LineDisplay
 
         return LineDisplay(sys.stderr)
     return None

@@ -5,7 +5,7 @@ import os
 import string
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, auto
 from typing import IO, Any, Literal
@@ -132,20 +132,12 @@ class LogSpec:
         is_read = self.shows(stream, rank) or self.writes(stream, rank) or stream == "stderr"
         return StreamRoute.PIPE if is_read else StreamRoute.DISCARD
 
-    def count_shown_ranks(self, ranks: Iterable[int]) -> int:
-        """Return the number of ranks whose stdout or stderr is shown."""
-        return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
-
-    def representative_ranks(self) -> list[int]:
-        """Return the rank numbers in `show` and `files`, and the two numbers after the highest of these rank numbers.
-
-        For example, `LogSpec(show=[0, 3]).representative_ranks()` returns [0, 3, 4, 5]. If the number of ranks is not known
-        yet, RankOutput assumes that only the returned ranks exist.
-        """
-        choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
-        named = {rank for choice in choices for rank in _ranks_named_in(choice)}
-        beyond = max(named, default=-1) + 1
-        return sorted(named | {beyond, beyond + 1})
+    def count_shown_ranks(self, nprocs: int | None) -> int:
+        """Return the number of ranks whose stdout or stderr is shown. "all" are 2 if `nprocs` is not known yet."""
+        shown = [_choice_for(self.show, stream) for stream in STREAMS]
+        if any(isinstance(ranks, str) and ranks == "all" for ranks in shown):
+            return nprocs or 2
+        return len({rank for ranks in shown for rank in _ranks_named_in(ranks)})
 
     def check_ranks(self, nprocs: int) -> None:
         """Raise ValueError if `show` or `files` names a rank that does not exist."""

@@ -201,7 +201,10 @@ class PersistentGroupSpec(GroupSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set("preload", _check_preload(self.preload))
+        preload: object = self.preload
+        if not isinstance(preload, Sequence) or isinstance(preload, str):
+            raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+        self._set("preload", tuple(preload))
         if self.stop_policy.after is not None:
             raise ValueError("stop=StopPolicy(after=...) is for a run; a WorkerGroup has no time at which it begins")
         self._check_scope("scope='worker'")
@@ -268,15 +271,25 @@ def describe_options(spec: GroupSpec) -> str:
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
     """Raise TypeError if `fn` cannot be called so. `advice` ends the text."""
-    checked_fn, checked_args, checked_kwargs = _check_fn(fn), _check_args(args), _check_kwargs(kwargs)
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, not {fn!r}")
+    if is_async(fn):
+        raise TypeError(
+            f"fn must be an ordinary function; {name_of(fn)!r} is async def, and calling it would only make a coroutine. "
+            f"Pass a function that runs it: def train(*args): return asyncio.run({name_of(fn)}(*args))"
+        )
+    if isinstance(args, str | bytes | bytearray) or not isinstance(args, Sequence):
+        raise TypeError(f"args must be a sequence of fn's positional arguments, such as (x,), not {args!r:.200}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a mapping of fn's keyword arguments, not {kwargs!r:.200}")
     if "__signature__" in getattr(fn, "__dict__", {}):  # a decorator may have copied it from a function with other arguments
         return
     try:
-        signature = inspect.signature(checked_fn, follow_wrapped=False)  # a wrapped function may take other arguments
+        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapped function may take other arguments
     except (TypeError, ValueError):  # fn may be written in C
         return
     try:
-        signature.bind(*checked_args, **checked_kwargs)
+        signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
         text = f"fn {name_of(fn)}{signature!s:.200} cannot be called with these args and kwargs: {error}. {advice}"
         raise TypeError(text) from None
@@ -321,37 +334,6 @@ def _as_observers(name: str, value: object) -> tuple[Callable[[Any], object], ..
     for observer in observers:
         check_function(name, observer, "a function that takes an Event, or several of them")
     return observers
-
-
-def _check_fn(fn: object) -> Callable[..., Any]:
-    if not callable(fn):
-        raise TypeError(f"fn must be callable, not {fn!r}")
-    if is_async(fn):
-        raise TypeError(
-            f"fn must be an ordinary function; {name_of(fn)!r} is async def, and calling it would only make a coroutine. "
-            f"Pass a function that runs it: def train(*args): return asyncio.run({name_of(fn)}(*args))"
-        )
-    return fn
-
-
-def _check_args(args: object) -> Sequence[Any]:
-    if isinstance(args, str | bytes | bytearray) or not isinstance(args, Sequence):
-        raise TypeError(f"args must be a sequence of fn's positional arguments, such as (x,), not {args!r:.200}")
-    return args
-
-
-def _check_kwargs(kwargs: object) -> Mapping[str, Any]:
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs must be a mapping of fn's keyword arguments, not {kwargs!r:.200}")
-    return kwargs
-
-
-def _check_preload(preload: object) -> tuple[str, ...]:
-    if not isinstance(preload, Sequence) or isinstance(preload, str):
-        raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
-    return tuple(preload)
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:

@@ -10,6 +10,7 @@ from enum import Enum
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.collective import DEFAULT_GROUP
 from mpwatch.results.failure import ProcessFailure, format_root_cause
+from mpwatch.wire.shared_memory import Report
 
 
 class WorkerState(Enum):
@@ -91,6 +92,34 @@ class Lateness:
         place = f" ({self.place})" if self.place else ""
         late = f"by {self.seconds * 1000:.0f} ms in the median{place}"
         return f"rank {self.rank} was last in {self.times_last:,} of {what}, {late}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """The status of a rank at one moment, for the live view. All times are seconds of CLOCK_MONOTONIC."""
+
+    rank: int
+    """Global rank."""
+    local_rank: int
+    state: WorkerState
+    """It is INIT until the function is called. While the function runs, it is HEALTHY, or UNHEALTHY if the heartbeat is
+    late. After that it is SUCCEEDED, FAILED, or STOPPED if the watcher stopped the rank."""
+    restart_count: int = 0
+    pid: int | None = None
+    report: Report | None = None
+    """The last report. It is None if the rank has not called `report()`."""
+    heartbeat_at: float | None = None
+    """Time of the last heartbeat. It is None if there was no heartbeat yet, or if the function has returned."""
+    memory: int | None = None
+    """Resident memory in bytes, shared pages included. It is None if it is not known."""
+    cpu_seconds: float | None = None
+    """CPU time that the process has used, in seconds. It is None if it is not known."""
+    lateness: Lateness | None = None
+    """Set if the other ranks wait for this one in most collectives."""
+    seen_at: float
+    """The time at which the watcher read this status."""
+    node: int = 0
+    """Number of the node, in a view of several nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

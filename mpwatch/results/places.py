@@ -5,14 +5,17 @@ count as user code.
 """
 
 import os
+import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from traceback import walk_tb
+from typing import NamedTuple
 
 from mpwatch.results.clean_text import clean_line
-from mpwatch.results.stack_frames import parse_frames
 from mpwatch.wire.exceptions.source_lines import cell_name
 
+FRAME_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')  # of a stack in the format of faulthandler
 SOURCE_LIMIT = 100  # characters of a line of source
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # of mpwatch
 LIBRARIES = (
@@ -32,6 +35,22 @@ ACTIVITIES_BY_FILE = {
     "/wire/": "while making the answer",
     "/worker/": "just before or after the function",
 }
+
+
+class StackFrame(NamedTuple):
+    file: str
+    line: int
+    function: str
+    source: str  # the line of source; empty if there is none
+
+
+def parse_frames(stacks: str) -> Iterator[StackFrame]:
+    """Read the frames of the first thread. stack_dumps.py has added lines of source."""
+    lines = [*stacks.partition("\n\n")[0].splitlines(), ""]
+    for line, following in pairwise(lines):
+        if match := FRAME_LINE.match(line):
+            source = following.strip() if following.startswith("    ") else ""
+            yield StackFrame(match[1], int(match[2]), match[3], source)
 
 
 def format_location(stacks: str) -> str:

@@ -23,6 +23,10 @@ TEXT_DID_NOT_END = "making the text of the exception did not end in time"
 EXITED_DURING_TEXT = "its function had raised an exception, and the rank ended while the exception's text was made"
 GLOO_SIZE = "gloo ended it: a peer sent more data than it expected, so tensors or splits differ between the ranks"
 NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
+# What has ended a run.
+STOPPED_BY_CALLER = "the run was stopped: terminate() was called"
+STOPPED_WHILE_IDLE = "the run was stopped: a stop was requested"  # while no rank was running
+STOPPED_AT_EXIT = "the run was stopped: the program ended"
 
 
 def format_count(count: int, noun: str) -> str:
@@ -65,18 +69,6 @@ def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Pr
 
 def format_signal(number: int) -> str:
     return f"the run was stopped: this process received {name_signal(number)}"
-
-
-def format_stopped_by_caller() -> str:
-    return "the run was stopped: terminate() was called"
-
-
-def format_stop_request() -> str:
-    return "the run was stopped: a stop was requested"  # while no rank was running
-
-
-def format_end_of_program() -> str:
-    return "the run was stopped: the program ended"
 
 
 def format_loss_in_other_call(ranks: Iterable[int]) -> str:

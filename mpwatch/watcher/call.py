@@ -181,6 +181,6 @@ def publish_exited(events: EventBus, rank: Rank) -> None:
         exit_code=observed.exit_code,
         heartbeat_at=heartbeat.beat_at if heartbeat.beat_at != math.inf else None,
         progress=observed.get_progress(rank.run_started_at),
-        reported_at=heartbeat.report[0] if heartbeat.report is not None else None,
+        reported_at=heartbeat.report.at if heartbeat.report is not None else None,
         was_stopped=-(observed.exit_code or 0) in observed.signals_sent,
     )

@@ -31,9 +31,8 @@ from mpwatch.events.types import SlowRank, WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit, format_ranks
-from mpwatch.results.model import Lateness, WorkerState
+from mpwatch.results.model import Lateness, RankStatus, WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call, publish_exited
 from mpwatch.watcher.diagnosis.failures import may_be_oom_kill

@@ -23,7 +23,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_signal
+from mpwatch.results.report import STOPPED_AT_EXIT, format_ended_ranks, format_loss_in_other_call, format_signal
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
@@ -341,7 +341,7 @@ class GroupRanks:
         assert call.evidence is not None
         result = diagnose_attempt(call.evidence)
         if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call
-            reason = format_loss_in_other_call(call.lost_elsewhere) if call.lost_elsewhere else format_end_of_program()
+            reason = format_loss_in_other_call(call.lost_elsewhere) if call.lost_elsewhere else STOPPED_AT_EXIT
             result = replace(result, reason=reason)
         publish_outcomes(self._event_bus, call.evidence, result)
         self._event_bus.outbox.run_all()

@@ -13,7 +13,7 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 
 def pack_call(call: FunctionCall) -> Payload:
-    call = _split_call(call)
+    _split_call(call)
     return _pack(call, partial(_name_parts, call))
 
 
@@ -22,16 +22,14 @@ def pack_items(fn: Callable[..., Any], items: Mapping[str, Any]) -> Payload:
     return _pack(FunctionCall(fn, tuple(items.values()), {}, None), items.items)
 
 
-def _split_call(call: FunctionCall) -> FunctionCall:
+def _split_call(call: FunctionCall) -> None:
     """Move the values of PerRank arguments to `parts`, one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
-    if not found:
-        return call
-    args = tuple(None if key in found else value for key, value in enumerate(call.args))
-    kwargs = {key: None if key in found else value for key, value in call.kwargs.items()}
-    parts = [dict(zip(found, values, strict=True)) for values in zip(*(p.values for p in found.values()), strict=True)]
-    version, limit = call.process_group_version, call.backend_timeout
-    return FunctionCall(call.fn, args, kwargs, call.backend, version, backend_timeout=limit, parts=parts)
+    if found:
+        values = zip(*(each.values for each in found.values()), strict=True)
+        call.parts = [dict(zip(found, part, strict=True)) for part in values]
+        call.args = tuple(None if key in found else value for key, value in enumerate(call.args))
+        call.kwargs = {key: None if key in found else value for key, value in call.kwargs.items()}
 
 
 def _name_parts(call: FunctionCall) -> list[tuple[str, Any]]:

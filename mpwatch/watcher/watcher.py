@@ -23,7 +23,7 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.import_check import check_not_importing

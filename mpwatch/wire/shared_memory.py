@@ -92,12 +92,22 @@ def take_visit(memory: mmap.mmap) -> bool:
 # --- Heartbeats and reports ---
 
 
+class Report:
+    """What a rank passed to `mpwatch.report()`. `at` is the time of the call, by CLOCK_MONOTONIC."""
+
+    def __init__(self, at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
+        self.at = at
+        self.step = step
+        self.total = total
+        self.metrics = metrics
+
+
 class HeartbeatSample:
     """The content of a rank's heartbeat memory. What the rank has not written is None."""
 
-    def __init__(self, beat_at: float | None, report: tuple[float, int | None, int | None, dict[str, float]] | None) -> None:
+    def __init__(self, beat_at: float | None, report: Report | None) -> None:
         self.beat_at = beat_at
-        self.report = report  # time, step, total, metrics
+        self.report = report
 
 
 class HeartbeatWriter:
@@ -142,7 +152,7 @@ def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
         checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
         body = data[NO_REPORT.size :][:length]
         if length and len(body) == length and crc32(body) == checksum:
-            return HeartbeatSample(heartbeat_at or None, marshal.loads(body))
+            return HeartbeatSample(heartbeat_at or None, Report(*marshal.loads(body)))
         if not length:
             break
     return HeartbeatSample(heartbeat_at or None, None)

@@ -325,10 +325,10 @@ def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, Pr
 
 def format_interrupt(signum: int, cause: InterruptCause) -> str:
     if cause is InterruptCause.STOP:
-        return texts.format_stopped_by_caller()
+        return texts.STOPPED_BY_CALLER
     if cause is InterruptCause.STOP_REQUEST:
-        return texts.format_stop_request()
-    return texts.format_end_of_program() if cause is InterruptCause.PROGRAM_END else texts.format_signal(signum)
+        return texts.STOPPED_WHILE_IDLE
+    return texts.STOPPED_AT_EXIT if cause is InterruptCause.PROGRAM_END else texts.format_signal(signum)
 
 
 def _get_reason(

@@ -62,10 +62,10 @@ class RankObservations:
         return None if self.collectives is None else get_current_collective(self.collectives)
 
     def get_progress(self, run_started_at: float) -> Progress | None:
-        if self.heartbeat.report is None:
+        report = self.heartbeat.report
+        if report is None:
             return None
-        at, step, total, metrics = self.heartbeat.report
-        return Progress(step=step, total=total, metrics=metrics, elapsed=at - run_started_at)
+        return Progress(step=report.step, total=report.total, metrics=report.metrics, elapsed=report.at - run_started_at)
 
 
 @dataclass(frozen=True)

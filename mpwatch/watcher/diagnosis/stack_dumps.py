@@ -17,8 +17,7 @@ import threading
 from itertools import pairwise
 
 from mpwatch.results.clean_text import clean_line
-from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
-from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
+from mpwatch.results.places import FRAME_LINE, PACKAGE_FOLDER, is_of_library, parse_frames
 from mpwatch.wire.messages import STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from mpwatch.results.stack_frames import parse_frames
+from mpwatch.results.places import parse_frames
 from mpwatch.watcher.diagnosis.observations import RankObservations
 
 # Python files of torch from which C++ code is called that waits for peers.

@@ -16,8 +16,7 @@ from mpwatch.events.types import Event, Progressed, RunEnded, RunStarted, StateC
 from mpwatch.options.spec import GroupSpec, Observer, describe_options
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.model import WorkerState
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus, WorkerState
 from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import ProcessUsage, read_process_usage
-from mpwatch.results.model import WorkerState
-from mpwatch.results.rank_status import RankReport, RankStatus
+from mpwatch.results.model import RankStatus, WorkerState
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine.transitions import RankPhase
 from mpwatch.watcher.processes.process_pool import ProcessPool
@@ -73,17 +72,13 @@ def _final_state(observed: RankObservations, stopped_at: float | None) -> Worker
 def _build_status(
     observed: RankObservations, state: WorkerState, heartbeat: HeartbeatSample, usage: ProcessUsage | None, now: float
 ) -> RankStatus:
-    report = None
-    if heartbeat.report is not None:
-        at, step, total, metrics = heartbeat.report
-        report = RankReport(at=at, step=step, total=total, metrics=metrics)
     return RankStatus(
         rank=observed.worker.rank,
         local_rank=observed.worker.local_rank,
         state=state,
         restart_count=observed.worker.restart_count,
         pid=observed.pid,
-        report=report,
+        report=heartbeat.report,
         heartbeat_at=heartbeat.beat_at if heartbeat.beat_at != math.inf else None,
         memory=usage.memory if usage is not None else None,
         cpu_seconds=usage.cpu_seconds if usage is not None else None,

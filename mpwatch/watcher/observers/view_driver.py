@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.model import RankStatus
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses

@@ -65,7 +65,7 @@ class RankOutput:
 
     def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
         self._spec, self._deferred_log = spec, deferred_log
-        self._shown_ranks = spec.count_shown_ranks(spec.representative_ranks() if nprocs is None else range(nprocs))
+        self._shown_ranks = spec.count_shown_ranks(nprocs)
         has_lines = bool(spec.prefix) or self._shown_ranks > 1
         self._stdio_opener = StdioOpener(spec, platform.node(), has_lines=has_lines)
         with ExitStack() as stack:

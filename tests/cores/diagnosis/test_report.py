@@ -27,7 +27,7 @@ from mpwatch import Progress, RunFailedError
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
 from mpwatch.results.run_result import format_report
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE, SCRIPT_FILE
-from mpwatch.wire.shared_memory import HeartbeatSample
+from mpwatch.wire.shared_memory import HeartbeatSample, Report
 
 CAUSE = raised(ValueError("x"))
 
@@ -89,8 +89,10 @@ def test_the_last_lines_that_an_interpreter_printed():
 
 
 def test_a_silent_rank_is_reported_with_its_last_step_and_its_victims_in_one_line():
-    waits = stopped(f"{IN_C10D}\n{stack('train', 21).removeprefix(HEAD)}", heartbeat=HeartbeatSample(4.0, (4.0, 7, 20, {})))
-    loads = {**LOADS, "heartbeat": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
+    waits = stopped(
+        f"{IN_C10D}\n{stack('train', 21).removeprefix(HEAD)}", heartbeat=HeartbeatSample(4.0, Report(4.0, 7, 20, {}))
+    )
+    loads = {**LOADS, "heartbeat": HeartbeatSample(4.5, Report(4.5, 120, 500, {"loss": 0.5}))}
     result = judge(waits, waits, loads, silent_ranks={0: 4.0, 1: 4.1, 2: 4.5}, heartbeat_timeout=5.0)
     at = "silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))"
     fate = "waited in all_reduce (train.py:21 in train), silent for 6.0 s at step 7 of 20"

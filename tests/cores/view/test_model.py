@@ -14,7 +14,8 @@ from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.model import SnapshotBuilder
 from mpwatch.live_view.notebook import render_html
 from mpwatch.live_view.rich_rows import render
-from mpwatch.results.rank_status import RankReport, RankStatus
+from mpwatch.results.model import RankStatus
+from mpwatch.wire.shared_memory import Report
 
 MB = 1_000_000
 DASH = formatting.UNKNOWN
@@ -25,7 +26,7 @@ DONE = {"state": WorkerState.SUCCEEDED}
 def status(rank=0, step=None, at=0.0, now=None, **more):
     """Return the status at time `now` of a rank that reported this step at time `at`."""
     total, metrics = more.pop("total", 100), more.pop("metrics", {})
-    report = None if step is None else RankReport(at=at, step=step, total=total, metrics=metrics)
+    report = None if step is None else Report(at, step, total, metrics)
     fields = {"state": WorkerState.HEALTHY, "pid": 100 + rank, "seen_at": at if now is None else now, **more}
     return RankStatus(rank=rank, report=report, **{"local_rank": rank, **fields})
 
