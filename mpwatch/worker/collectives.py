@@ -6,8 +6,8 @@
 The thread starts with the first process group. It can answer while the main thread waits in C++ code, but not while another
 thread holds the GIL.
 
-A "world" lasts as long as a default group. In the next world, torch uses the names of groups again. So the number of the
-next record is noted when a group is created: earlier records with its name belong to a destroyed group.
+A "world" lasts as long as a default group. In the next world, torch uses the names of groups again. So it is noted when a
+group is made: earlier records with its name belong to a destroyed group.
 
 A rank can crash in a collective: gloo calls abort() if a peer sends more bytes than expected. So faulthandler writes the
 stack of a crash into the crash socket, whose buffer is so small that the write blocks until the watcher has asked for the
@@ -20,10 +20,10 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from traceback import walk_stack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -54,11 +54,10 @@ GROUP_ROOT_ARGUMENTS = ("group_src", "group_dst")  # ranks within the group
 RECORDED_NAMES = {"reduce_scatter_tensor": "all_reduce", "reduce_scatter_single": "all_reduce"}
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
-    first_records: Mapping[str, int]  # from each backend to the number of the first record that can be the group's
+    made_at: int  # as in the flight recorder, in nanoseconds of CLOCK_REALTIME
 
 
 _has_started = False
@@ -78,33 +77,31 @@ def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[.
     def make_and_note(*args: Any, **kwargs: Any) -> Any:
         start(channel)
         known: set[Any] = set()
-        next_records: dict[str, int] = {}
         with suppress(Exception):  # another version of torch may differ; that must not end the user's call
             known.update(torch_private.get_group_names())
-            for entry in torch_private.read_flight_recorder():
-                next_records[_get_backend(entry)] = entry["record_id"] + 1
+        made_at = int(wall_time() * 1e9)
         result = make_group(*args, **kwargs)
         with suppress(Exception):
-            _note_new_groups(known, next_records)
+            _note_new_groups(known, made_at)
         return result
 
     return make_and_note
 
 
-def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
+def _note_new_groups(known: set[Any], made_at: int) -> None:
     global _torch_rank
     names = torch_private.get_group_names()
     if names and not known:
         _torch_rank = sys.modules["torch.distributed"].get_rank()
     details = torch_private.get_process_groups()
     for name in (names[group] for group in names.keys() - known):
-        _groups[name] = _Group(*details[name], next_records)
+        _groups[name] = _Group(*details[name], made_at)
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
     """Return False if this entry belongs to an old group, and a newer group now has the old group's name."""
     group = _groups.get(entry["process_group"][0])
-    return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
+    return group is None or bool(entry["time_created_ns"] >= group.made_at)
 
 
 def start(channel: Channel) -> None:
@@ -176,11 +173,12 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
 
 def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
     """Return True if torch's flight recorder may have overwritten a record of a group in `_groups`."""
-    oldest: dict[str, int] = {}
+    oldest: dict[str, Mapping[str, Any]] = {}
     for entry in recorded:
-        oldest.setdefault(_get_backend(entry), entry["record_id"])
+        oldest.setdefault(_get_backend(entry), entry)
+    lost_until = max((entry["time_created_ns"] for entry in oldest.values() if entry["record_id"] > 0), default=0)
     groups = list(_groups.values())  # a copy, since the main thread may make a group meanwhile
-    return any(group.first_records.get(backend, 0) < number for backend, number in oldest.items() for group in groups)
+    return any(group.made_at < lost_until for group in groups)
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:

@@ -66,22 +66,20 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     for rank, observed in attempt.ranks.items():
         if rank not in loaded_values:
             failure = find_failure(attempt, observed)
-        elif (error := loaded_values[rank].error) is not None:
-            failure = build_unloadable_value(attempt, observed, error)
         else:
-            failure = None
+            error = loaded_values[rank].error
+            failure = None if error is None else build_unloadable_value(attempt, observed, error)
         if failure is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
     verdict = None if have_all_returned else _find_collective_verdict(attempt)
-    is_explained = verdict is not None and _is_explained(attempt, failures, verdict)
-    if verdict is not None and is_explained:
-        failures = _blame_for_collective(attempt, failures, verdict)
+    explanation = verdict if verdict is not None and _is_explained(attempt, failures, verdict) else None
+    if explanation is not None:
+        failures = _blame_for_collective(attempt, failures, explanation)
     else:
         failures |= _find_hangs(attempt, failures, verdict)
     first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=None)
-    blames_nobody = is_explained and verdict is not None and not verdict.blamed
-    is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and not blames_nobody
+    is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and (explanation is None or explanation.blamed)
     by_rank = dict(sorted(failures.items()))
     collectives = {rank: current for rank, observed in attempt.ranks.items() if (current := observed.collective) is not None}
     notes = []
@@ -102,7 +100,7 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         progress={rank: report for rank, report in progress.items() if report is not None},
         stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
         collectives={} if have_all_returned else collectives,
-        reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
+        reason=explanation.sentence if explanation else _get_reason(attempt, failures, states, verdict),
         log_dir=attempt.log_dir,
         stopped_at=max((step for seen in attempt.ranks.values() if (step := seen.stopped_step) is not None), default=None),
         stop_cause=attempt.stop_cause,

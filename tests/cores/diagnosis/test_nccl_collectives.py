@@ -11,8 +11,8 @@ from mpwatch.worker import collectives
 
 SECOND = 10**9  # nanoseconds
 GROUPS = {
-    "0": collectives._Group("default_pg", (0, 1, 2), {}),
-    "3": collectives._Group("tensor parallel", (0, 2), {}),
+    "0": collectives._Group("default_pg", (0, 1, 2), 0),
+    "3": collectives._Group("tensor parallel", (0, 2), 0),
 }
 
 
