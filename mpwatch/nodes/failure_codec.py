@@ -1,7 +1,7 @@
 """Encode failures of ranks as JSON of limited size, and decode the JSON on another node.
 
-json_codec.py encodes every field of ProcessFailure except the exception. Of this and of each exception that it refers to,
-the sender sends the plain data that wire/exceptions/encoder.py has read. The receiver builds stand-ins: exceptions with the
+The exception of a failure, and each exception that it refers to, is sent as the plain data that wire/exceptions/encoder.py
+has read. The receiver builds stand-ins: exceptions with the
 name, text, notes, cause, context, group members, frames and builtin base classes of the originals. It does not import or run
 any code that is named in the received data.
 """
@@ -9,12 +9,12 @@ any code that is named in the received data.
 import builtins
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from graphlib import CycleError
 from typing import Any, TypedDict
 
-from mpwatch.nodes.json_codec import InvalidMessageError, cut, dump_json, from_json, to_json
+from mpwatch.nodes.json_codec import InvalidMessageError, dump_json, from_json
 from mpwatch.nodes.messages import LostNode
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
+from mpwatch.results.to_json import to_json
 from mpwatch.wire.exceptions.decoder import ExceptionNode, build_graph
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.exceptions.tracebacks import Span
@@ -60,13 +60,13 @@ class ExceptionData(TypedDict):
 
 def encode_failure(failure: ProcessFailure) -> dict[str, Any]:
     """If it is too large, the middle of its texts and lists and the last exceptions are left out."""
-    body = to_json(failure, omit=["exception"])
+    body = to_json(failure)
     exceptions = [] if failure.exception is None else to_json(ExceptionEncoder(failure.exception).nodes[:MAX_EXCEPTIONS])
     encoded: dict[str, Any] = {}
     for longest, most_items, most_exceptions in LIMITS:
         kept = [_shorten_exception(exception, most_items, most_exceptions) for exception in exceptions[:most_exceptions]]
         encoded = _cut_all({**body, "exception": kept or None}, longest)
-        if json_size(encoded) <= MAX_FAILURE_BYTES:
+        if len(dump_json(encoded)) <= MAX_FAILURE_BYTES:
             break
     return encoded
 
@@ -88,22 +88,28 @@ def _shorten_exception(exception: dict[str, Any], most_items: int, most_exceptio
 
 def _cut_all(data: Any, longest: int) -> Any:
     if isinstance(data, dict):
-        return {cut(key, longest): _cut_all(value, longest) for key, value in data.items()}
+        return {key: _cut_all(value, longest) for key, value in data.items()}
     if isinstance(data, list):
         return [_cut_all(item, longest) for item in data]
-    return cut(data, longest) if isinstance(data, str) else data
+    return _cut(data, longest) if isinstance(data, str) else data
 
 
-def decode_failure(data: object) -> ProcessFailure:
+def _cut(text: str, longest: int) -> str:
+    """Leave out the middle of a text with more than `longest` characters."""
+    if len(text) <= longest:
+        return text
+    mark = f"[... {len(text) - longest:,} characters ...]"
+    mark = f"\n{mark}\n" if "\n" in text else mark
+    keep = max(0, longest - len(mark))
+    return text[: keep - keep // 2] + mark[:longest] + text[len(text) - keep // 2 :]
+
+
+def decode_failure(data: Mapping[str, Any]) -> ProcessFailure:
     """Build a stand-in for the exception. Raises InvalidMessageError, which names the invalid field."""
-    if not isinstance(data, dict):
-        raise InvalidMessageError(f"ProcessFailure must be a mapping, not {data!r:.80}")
-    body = dict(data)
-    exceptions = body.pop("exception", None)
-    failure = from_json(ProcessFailure, body, omit=["exception"])
-    if exceptions is None:
+    failure = from_json(ProcessFailure, {**data, "exception": None})
+    if (exceptions := data.get("exception")) is None:
         return failure
-    return replace(failure, exception=_rebuild_exception(from_json(list[ExceptionData], exceptions, name="exception")))
+    return replace(failure, exception=_rebuild_exception(from_json(list[ExceptionData], exceptions, "exception")))
 
 
 def make_lost_failures(node: LostNode) -> list[ProcessFailure]:
@@ -130,33 +136,19 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
     """Keep the first failures that fit into `limit` bytes of JSON, but at least one."""
     kept: list[Mapping[str, Any]] = []
     for encoded in encoded_failures:
-        limit -= json_size(encoded)
+        limit -= len(dump_json(encoded))
         if limit < 0 and kept:
             break
         kept.append(encoded)
     return tuple(kept)
 
 
-def json_size(data: object) -> int:
-    return len(dump_json(data).encode())
-
-
 def _rebuild_exception(exceptions: list[ExceptionData]) -> BaseException:
-    if not exceptions:
-        raise InvalidMessageError("exception is empty")
-    for number, exception in enumerate(exceptions):
-        path = f"exception[{number}]"
-        if not exception["bases"]:
-            raise InvalidMessageError(f"{path}.bases is empty")
+    for exception in exceptions:
         if unknown := set(exception["bases"]) - BUILTIN_EXCEPTIONS:  # a newer version of Python may have more
-            raise InvalidMessageError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
-        for index in (exception["cause"], exception["context"], *exception["members"]):
-            if index is not None and not 0 <= index < len(exceptions):
-                raise InvalidMessageError(f"{path} refers to exception {index} of {len(exceptions)}")
+            raise InvalidMessageError(f"an exception has the base {min(unknown)!r:.100}, which is not a builtin exception")
     nodes: list[ExceptionNode] = [{**exception} for exception in exceptions]
     try:
         return build_graph(nodes)
-    except CycleError:
-        raise InvalidMessageError("exception has a group that is a member of itself") from None
-    except (TypeError, ValueError, OverflowError) as error:  # no class can have these bases, or no frame such a line
-        raise InvalidMessageError(f"exception cannot be built: {error}") from None
+    except (LookupError, TypeError, ValueError, OverflowError) as error:  # such as a group that is a member of itself
+        raise InvalidMessageError(f"an exception cannot be built: {error}") from None

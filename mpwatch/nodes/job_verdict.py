@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
-from mpwatch.nodes.json_codec import MAX_TEXT, InvalidMessageError, dump_json, to_json
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import AttemptReport, Failures, RankRecord
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
@@ -25,23 +25,22 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     get_current_collective,
 )
 
-MAX_RECORDS_BYTES = 128 * 1024  # of all collectives in an AttemptReport
+MAX_RECORDS_CHARACTERS = 128 * 1024  # of all collectives in an AttemptReport
 MAX_LATEST = 8  # the number of a rank's completed collectives that are sent
 
 
 def make_records(
     answers: Mapping[int, RankCollectives], returned: Container[int], pids: Mapping[int, int | None]
 ) -> tuple[RankRecord, ...]:
-    """Return a record for each rank, with its latest collectives, but no more than MAX_RECORDS_BYTES."""
+    """Return a record for each rank, with its latest collectives, but no more than MAX_RECORDS_CHARACTERS."""
     kept: list[RankRecord] = []
-    bytes_left = MAX_RECORDS_BYTES
+    left = MAX_RECORDS_CHARACTERS
     for rank, answer in answers.items():
         record = RankRecord(rank, rank in returned, _keep_latest(answer).to_json(), pids.get(rank))
-        bytes_left -= len(dump_json(to_json(record)))
-        if bytes_left < 0:
+        left -= len(record.collectives)
+        if left < 0:
             break
-        if len(record.collectives) <= MAX_TEXT:
-            kept.append(record)
+        kept.append(record)
     return tuple(kept)
 
 

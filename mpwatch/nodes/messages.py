@@ -1,14 +1,16 @@
 """The messages that the nodes of a job and its coordinator exchange, as frozen dataclasses.
 
-json_codec.py encodes and checks all fields. Failures of ranks are as failure_codec.py encodes them.
+results/to_json.py encodes all fields, and json_codec.py checks them. Failures of ranks are as failure_codec.py encodes them.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, get_args
 
-from mpwatch.nodes.json_codec import InvalidMessageError, dump_json, from_json, load_json, to_json
+from mpwatch.nodes.json_codec import InvalidMessageError, dump_json, from_json
+from mpwatch.results.to_json import to_json
 
 NO_ATTEMPT = -1  # no attempt has been started
 Failures = tuple[Mapping[str, Any], ...]
@@ -270,15 +272,17 @@ MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_
 
 
 def encode_message(message: Message) -> bytes:
-    return dump_json({"kind": type(message).__name__, **to_json(message)}).encode()
+    return dump_json({"kind": type(message).__name__, **to_json(message)})
 
 
 def decode_message(data: bytes) -> Message:
     """Raises InvalidMessageError."""
-    body = load_json(data)
-    name = body.pop("kind", None)
-    kind = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
+    try:
+        body = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise InvalidMessageError(f"not JSON: {error}") from None
+    kind = MESSAGE_TYPES.get(str(body.pop("kind", None))) if isinstance(body, dict) else None
     if kind is None:
-        raise InvalidMessageError(f"there is no message of kind {name!r:.100}")
+        raise InvalidMessageError(f"it is no message of mpwatch: {body!r:.100}")
     message: Message = from_json(kind, body)
     return message

@@ -35,11 +35,7 @@ from mpwatch.nodes.messages import (
     MessageToNode,
     NextStep,
     NodeLeaving,
-    RankRecord,
-    RanksStalled,
-    RanksStopped,
     StartAttempt,
-    StepsHeld,
     StopAtStep,
     StopAttempt,
     StopRequest,
@@ -168,20 +164,9 @@ class NodeMachine:
         self.stage = NodeStage.STOPPING
         return [AttemptFailing(self.attempt)]
 
-    def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
-        """Ranks of this node have called no collective for a long time; or none any more, if `collectives` is empty."""
-        return [RanksStalled(self.attempt, collectives)] if self.stage is NodeStage.RUNNING else []
-
     def request_stop(self, cause: str) -> list[NodeAction]:
         self._stop_cause = self._stop_cause or cause
         return [] if self._is_over() else [StopRequest(cause)]
-
-    def report_steps_held(self, step: int | None) -> list[NodeAction]:
-        """The ranks of this node hold, and this is the highest step that one of them has passed."""
-        return [] if self._is_over() else [StepsHeld(self.attempt, step)]
-
-    def report_ranks_stopped(self) -> list[NodeAction]:
-        return [RanksStopped(self.attempt)] if self._has_ranks else []
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
         if not self._has_ranks:

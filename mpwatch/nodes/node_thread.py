@@ -39,8 +39,11 @@ from mpwatch.nodes.messages import (
     MessageToNode,
     NextStep,
     NodeInfo,
+    RanksStalled,
+    RanksStopped,
     Refused,
     StartAttempt,
+    StepsHeld,
     StopAtStep,
     StopAttempt,
     encode_message,
@@ -172,12 +175,12 @@ class NodeThread:
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post(self._machine.report_failing)
         if machine.stage is CallStage.FINISHED and machine.signum is None:
-            self._post(self._machine.report_ranks_stopped)
+            self._post(lambda: [RanksStopped(self._machine.attempt)])
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
         """See CollectiveMonitor."""
         records = make_records(answers, returned, {})
-        self._post(lambda: self._machine.report_stall(records))
+        self._post(lambda: [RanksStalled(self._machine.attempt, records)])
 
     def on_stop(self, cause: str) -> bool:
         """A stop was requested on this node. Return False if it takes part in no attempt; then it joins no further one."""
@@ -187,7 +190,7 @@ class NodeThread:
 
     def on_steps_held(self, step: int | None) -> None:
         """All ranks of this node wait before their next step. This is the highest one that has passed."""
-        self._post(lambda: self._machine.report_steps_held(step))
+        self._post(lambda: [StepsHeld(self._machine.attempt, step)])
 
     def _post(self, request: Callable[[], list[NodeAction]]) -> None:
         self._call(lambda: self._execute(request()))

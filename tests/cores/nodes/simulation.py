@@ -137,7 +137,7 @@ class Node:
     def reap(self, outcome):
         self.ranks = Ranks.NONE
         if self.is_alive and outcome is not None:
-            self.execute(self.machine.report_ranks_stopped())
+            self.execute([messages.RanksStopped(self.machine.attempt)])
             self.job.after(self.report_seconds, lambda: self.report(outcome))
 
     @when_awake
@@ -148,7 +148,7 @@ class Node:
 
     def report_steps(self):
         if self.is_alive:
-            self.execute(self.machine.report_steps_held(self.job.rng.randrange(1000)))
+            self.execute([messages.StepsHeld(self.machine.attempt, self.job.rng.randrange(1000))])
 
     @property
     def has_ranks(self):
