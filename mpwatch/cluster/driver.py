@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +41,7 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.event_bus import call_observers
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
@@ -106,7 +106,8 @@ class Driver:
         self._engine, self._view = engine, view
         self._messages, self._rendezvous = server.messages, spec.rendezvous
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
-        self._observers, self._progress_observers = [*spec.observers], [*spec.progress_observers]
+        self._observers: list[Any] = [*spec.observers]
+        self._progress_observers: list[Any] = [*spec.progress_observers]
         self._end_seconds = spec.grace_period + END_SECONDS
         self._queue_timeout = queue_timeout
         self._queue_wait: QueueWait | None = None  # while no node has begun
@@ -163,7 +164,8 @@ class Driver:
 
     def _wait(self) -> None:
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
-        seconds = min(due_at - monotonic(), self._view.seconds_to_next_update())
+        until_update = self._view.seconds_to_next_update()
+        seconds = min(due_at - monotonic(), math.inf if until_update is None else until_update)
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
@@ -198,9 +200,6 @@ class Driver:
         if kind == "decided":
             self._decision = content
             self._handle_lost_job()
-            return
-        if number not in self._nodes:
-            log_now(logging.WARNING, "there is no node %d, but its number has connected", number)
             return
         node = self._nodes[number]
         if kind == "hello":
@@ -315,9 +314,8 @@ class Driver:
             self._stop_nodes()
             return
         self._decision = None
-        with suppress(*USER_ERRORS):
-            LogEvents()(event)
-        self._call_observers(event)
+        call_observers([LogEvents()], event)
+        call_observers(self._observers, event)
 
     def _end_attempt(self, end: Restarting, failures: Iterable[mpwatch.ProcessFailure]) -> None:
         """Every node publishes its end. A node that was dismissed may do so late."""
@@ -413,17 +411,7 @@ class Driver:
             self._early_losses = 0
         elif isinstance(event, Restarting):
             self._end_attempt(event, [] if event.cause is None else [event.cause])
-        self._call_observers(event)
-
-    def _call_observers(self, event: Event) -> None:
-        observers: list[Any] = self._progress_observers if isinstance(event, Progressed) else self._observers
-        for observer in tuple(observers):
-            try:
-                observer(event)
-            except USER_ERRORS as error:  # an observer must not end the job
-                observers.remove(observer)
-                text = "the observer %r failed at the event %r; it receives no more events"
-                log_now(logging.ERROR, text, observer, event.name, error=error)
+        call_observers(self._progress_observers if isinstance(event, Progressed) else self._observers, event)
 
     def _write(self, stream: str, text: str) -> None:
         if stream not in self._streams:

@@ -135,7 +135,8 @@ def run(
                 "use StopPolicy(after=...)"
             )
         call = _pack_call(spec, options)
-        view = stack.enter_context(closing(JobView(progress)))
+        view = JobView(progress)
+        stack.callback(view.close_with, view.list_statuses)
         server = stack.enter_context(closing(JobServer(engine.address, spec, view.put)))
         node_spec = NodeSpec(
             number=0,

@@ -108,14 +108,18 @@ class EventBus:
     def _deliver(self, event: Event) -> None:
         if self._keep_events and not isinstance(event, Progressed):
             self.events.append(event)
-        observers: list[Any] = self._progress_observers if isinstance(event, Progressed) else self._observers
-        for observer in tuple(observers):
-            try:
-                observer(event)
-            except USER_ERRORS as error:  # not even sys.exit() in an observer ends the run
-                observers[:] = [other for other in observers if other is not observer]
-                text = "the observer %r failed at the event %r; it receives no more events"
-                log_now(logging.ERROR, text, observer, event.name, error=error)
+        call_observers(self._progress_observers if isinstance(event, Progressed) else self._observers, event)
+
+
+def call_observers(observers: list[Any], event: Event) -> None:
+    """Remove those that raise."""
+    for observer in tuple(observers):
+        try:
+            observer(event)
+        except USER_ERRORS as error:  # not even sys.exit() in an observer ends the run
+            observers[:] = [other for other in observers if other is not observer]
+            text = "the observer %r failed at the event %r; it receives no more events"
+            log_now(logging.ERROR, text, observer, event.name, error=error)
 
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:

@@ -98,9 +98,12 @@ class ViewDriver:
 
     def close(self, attempts: Iterable[AttemptObservations]) -> None:
         """Show what the attempts have ended with. If Ctrl-C interrupts this, call it again, to restore the terminal."""
+        self.close_with(lambda: final_statuses(attempts))
+
+    def close_with(self, list_statuses: Callable[[], Sequence[RankStatus]]) -> None:
         view = self._view
         if view is not None:
-            self._guard(lambda: view.close(final_statuses(attempts)))
+            self._guard(lambda: view.close(list_statuses()))
             self._view = None
 
     def _open(self, make_view: MakeView) -> None:
