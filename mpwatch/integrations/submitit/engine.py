@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,6 @@ class SubmititEngine:
         self._executor = executor
         self._least = least
         self._stop_seconds = stop_seconds
-        self._lock = threading.Lock()  # the two threads set the futures
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._jobs: list[tuple[submitit.Job[Any], tuple[int, ...]]] = []  # each with the numbers of its nodes
         self._ended_at: dict[int, float] = {}  # when a node without outcome was first seen to have ended
@@ -72,8 +71,7 @@ class SubmititEngine:
         """Cancel the submitit job, too, if no other node of it runs. The node ends in any case, since its connection is
         closed.
         """
-        with self._lock:
-            self._futures[number].cancel()
+        self._futures[number].cancel()
         for job, numbers in self._jobs:
             if number in numbers and all(self._futures[other].done() for other in numbers) and not job.done():
                 job.cancel(check=False)
@@ -144,14 +142,11 @@ class SubmititEngine:
                     self._set(number, error=_explain_loss(job))
 
     def _set(self, number: int, outcome: cluster.NodeOutcome | None = None, error: Exception | None = None) -> None:
-        future = self._futures[number]
-        with self._lock:
-            if future.done():
-                return
+        with suppress(InvalidStateError):  # it was cancelled
             if error is not None:
-                future.set_exception(error)
+                self._futures[number].set_exception(error)
             elif outcome is not None:
-                future.set_result(outcome)
+                self._futures[number].set_result(outcome)
 
 
 def find_kind(executor: submitit.Executor) -> str:
