@@ -202,6 +202,8 @@ class Driver:
             self._handle_lost_job()
             return
         node = self._nodes[number]
+        if kind == "sent":  # a pickle, which was signed with the secret of the job
+            kind, content = pickle.loads(content)
         if kind == "hello":
             node.hostname, node.link = content
             if node.is_lost:
@@ -216,6 +218,8 @@ class Driver:
                 self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know; "done" follows
         elif kind == "end":
             node.has_ended = True
+        elif kind == "statuses":
+            self._view.put(number, content)
         elif kind == "output":
             self._write(*content)
         elif kind == "event":

@@ -137,7 +137,7 @@ def run(
         call = _pack_call(spec, options)
         view = JobView(progress)
         stack.callback(view.close_with, view.list_statuses)
-        server = stack.enter_context(closing(JobServer(engine.address, spec, view.put)))
+        server = stack.enter_context(closing(JobServer(engine.address, spec)))
         node_spec = NodeSpec(
             number=0,
             nprocs=nprocs,

@@ -11,7 +11,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView(ViewDriver):
-    """The live view of one job. Any thread may call `put`, and only the driver's thread the other methods."""
+    """The live view of one job, in the driver's thread."""
 
     def __init__(self, progress: bool | None) -> None:
         self.node_period = NODE_PERIOD if may_show(progress) else None
@@ -25,5 +25,5 @@ class JobView(ViewDriver):
         self._of_nodes.pop(node, None)
 
     def list_statuses(self) -> list[RankStatus]:
-        nodes = list(self._of_nodes.values())  # a copy: a node may send its first statuses meanwhile
-        return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
+        found = [status for statuses in self._of_nodes.values() for status in statuses]
+        return sorted(found, key=lambda status: status.rank)

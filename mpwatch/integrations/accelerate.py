@@ -1,18 +1,10 @@
 """`notebook_launcher` for Hugging Face accelerate, with the parameters of accelerate's own `notebook_launcher`.
 
-    from mpwatch.integrations.accelerate import notebook_launcher
+The ranks are new processes and not forks, so they also work if the notebook has already used CUDA or an `Accelerator`. The
+caller gets the values that the function returns, or a `RunFailedError` with its exception as the cause.
 
-    result = notebook_launcher(train, (config,), num_processes=4, mixed_precision="bf16")
-    result[0]  # what train returned in rank 0
-
-To use this `notebook_launcher` in a notebook, you only have to change the import. There are three advantages:
-
-- The ranks are new processes and not forks, so they also work if the notebook has already used CUDA or an `Accelerator`.
-- `notebook_launcher` returns the values that the function returns.
-- If the function raises an exception, `notebook_launcher` raises a `RunFailedError`, whose `__cause__` is this exception.
-
-This module does not import accelerate. Only your function imports accelerate. `mpwatch.run` sets all environment variables
-that accelerate needs, so new programs can call `mpwatch.run(train, 4)` directly.
+This module does not import accelerate. `mpwatch.run` sets all environment variables that accelerate needs, so new programs
+can call `mpwatch.run(train, 4)` directly.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,14 +5,21 @@
 
 A connection is a stranger's until its first message was accepted: it has HELLO_SECONDS, may send FIRST_BYTES, and only
 MAX_STRANGERS are kept, the latest ones. So strangers can cost nothing but lines in the log. The first message is NodeInfo,
-or if a driver has started the nodes, LinkHello: then the driver gets the pickles that follow, and may answer.
+or if a driver has started the nodes, LinkHello: then the driver gets the pickles that follow, and may answer. It gets them
+by a queue, with all else: the kind, the number of the node, and the content.
+
+    decided    an AttemptDecision, if it ends the job or if no node is left
+    hello      the hostname of a node, and the Link to it
+    sent       a pickle of this node
+    closed     the Link: nothing more comes from it
 """
 
 import asyncio
 import math
+import queue
 import socket
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any
 
 from mpwatch.nodes.coordinator import Coordinator, CoordinatorAction, JobStage, LogWarning
 from mpwatch.nodes.frames import LINGER_SECONDS, MAX_BYTES, MAX_LINK_BYTES, Connection, close_all
@@ -37,6 +44,7 @@ MAX_STRANGERS = 64
 CHECKS_PER_TIMEOUT = 8  # for silent nodes
 MAX_WARNINGS = 10  # about connections that are refused
 ACCEPTS = 16  # in a row; asyncio takes it for the backlog of the listener, too, which is then set anew
+MAX_WAITING = 1000  # messages for the driver, and what one read of a node adds; then the nodes wait
 PAUSE_SECONDS = 0.05  # while the driver is behind
 
 
@@ -45,7 +53,7 @@ class _Peer(Connection):
         super().__init__(server.secret, is_server=True)
         self._server, self.number, self.heard_at = server, number, monotonic()
         self.is_stranger = True
-        self.receive: Callable[[bytes | None], object] | None = None  # gets pickles, and at the end None
+        self.link: Link | None = None
         self.has_last_message = False  # what it sends is ignored
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,26 +77,14 @@ class _Peer(Connection):
 class Link:
     """The driver's end of its connection to one node. Any thread may call the methods."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, peer: Connection) -> None:
-        self._loop, self._peer = loop, peer
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop, peer: Connection) -> None:
+        self.number, self._loop, self._peer = number, loop, peer
 
     def send(self, data: bytes) -> None:
         self._loop.call_soon_threadsafe(self._peer.send, data)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._peer.abort, "the driver has closed it")
-
-
-class Driver(Protocol):
-    """What a program that has started the nodes wants to know. The methods are called in the server's thread."""
-
-    def on_decision(self, decision: AttemptDecision) -> None: ...
-
-    def open_link(self, hello: LinkHello, link: Link) -> Callable[[bytes | None], object]:
-        """Return what gets the pickles of this node, and None when the connection has ended."""
-
-    def is_behind(self) -> bool:
-        """Whether no more pickles are to be read for the moment."""
 
 
 class Server:
@@ -99,10 +95,10 @@ class Server:
         coordinator: Coordinator,
         rendezvous: Rendezvous,
         log_warning: Callable[[str], object],
-        driver: Driver | None = None,
+        for_driver: "queue.SimpleQueue[tuple[str, int, Any]] | None" = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._coordinator, self._log_warning, self._driver = coordinator, log_warning, driver
+        self._coordinator, self._log_warning, self._for_driver = coordinator, log_warning, for_driver
         self.secret, self._node_timeout = rendezvous.key, rendezvous.node_timeout
         self.finished: asyncio.Future[None] = self._loop.create_future()
         self._peers: dict[int, _Peer] = {}
@@ -142,16 +138,20 @@ class Server:
 
     def handle(self, peer: _Peer, data: bytes) -> None:
         """Handle a message. Raises InvalidMessageError."""
-        if peer.receive is not None:
-            peer.receive(data)
+        if peer.link is not None:
+            self._tell_driver("sent", peer.link.number, data)
             if self._is_driver_behind() and peer.transport.is_reading():
                 peer.transport.pause_reading()
                 self._loop.call_later(PAUSE_SECONDS, self._resume, peer)
         elif not peer.has_last_message:
             self._handle(peer, decode_message(data))
 
+    def _tell_driver(self, kind: str, number: int, content: object) -> None:
+        if self._for_driver is not None:
+            self._for_driver.put((kind, number, content))
+
     def _is_driver_behind(self) -> bool:
-        return self._driver is not None and self._driver.is_behind()
+        return self._for_driver is not None and self._for_driver.qsize() >= MAX_WAITING
 
     def _resume(self, peer: _Peer) -> None:
         if self._is_driver_behind():
@@ -169,10 +169,11 @@ class Server:
             if not peer.has_last_message:  # else it was refused, and stays a stranger
                 peer.is_stranger, peer.framing.limit = False, MAX_BYTES
         elif isinstance(message, LinkHello):
-            if self._driver is None:
+            if self._for_driver is None:
                 raise InvalidMessageError("no driver has started the nodes of this job")
             peer.is_stranger, peer.framing.limit = False, MAX_LINK_BYTES
-            peer.receive = self._driver.open_link(message, Link(self._loop, peer))
+            peer.link = Link(message.number, self._loop, peer)
+            self._tell_driver("hello", message.number, (message.hostname, peer.link))
             peer.send(encode_message(message))  # it is no stranger any more
         elif isinstance(message, Beat):
             peer.send(encode_message(message))
@@ -182,8 +183,8 @@ class Server:
 
     def remove(self, peer: _Peer) -> None:
         del self._peers[peer.number]
-        if peer.receive is not None:
-            peer.receive(None)
+        if peer.link is not None:
+            self._tell_driver("closed", peer.link.number, peer.link)
         elif not peer.is_stranger:
             reason = f"its connection has ended ({peer.end}): its program or its machine has failed"
             self._execute(self._coordinator.lose(peer.number, reason, monotonic()))
@@ -200,8 +201,7 @@ class Server:
             if isinstance(action, LogWarning):
                 self._log_warning(action.text)
             elif isinstance(action, AttemptDecision):
-                if self._driver is not None:
-                    self._driver.on_decision(action)
+                self._tell_driver("decided", 0, action)
             elif (peer := self._peers.get(action.node)) is not None:
                 peer.send(encode_message(action.message))
                 if isinstance(action.message, Refused | Dismissed):
@@ -238,7 +238,7 @@ class Server:
             silent = now - peer.heard_at
             if peer.is_stranger and silent > HELLO_SECONDS:
                 peer.abort("it has not said who it is")
-            elif not peer.is_stranger and peer.receive is None and silent > self._node_timeout:
+            elif not peer.is_stranger and peer.link is None and silent > self._node_timeout:
                 reason = f"its program sent no sign of life for {self._node_timeout:g} s (node_timeout)"
                 self._execute(self._coordinator.lose(peer.number, reason, now))
         self._loop.call_later(self._check_seconds, self._check_peers)

@@ -1,30 +1,20 @@
 """The pytest plugin, which runs a test with the mark `mpwatch` on several ranks, and reports it like any other test.
 
-    @pytest.mark.mpwatch(nprocs=4, backend="gloo")
-    def test_sum(model):
-        ...
-
-pytest loads the plugin through an entry point of mpwatch. If no test has the mark `mpwatch`, the plugin changes nothing, and
-imports only its modules `__init__` and `names`.
-
     pytest (the watcher process)      each rank
     ────────────────────────────      ─────────
     collects, selects, reports        ──test──▶  a pytest session for the one module: fixtures, hooks of conftests,
     skipif and xfail marks            ◀─raises─  setup, call and teardown of the test
 
-- Tests that are in one module and have the same options run on the same ranks, which form one WorkerGroup.
-- Each rank sets up its own fixtures. A rank keeps a fixture for the next tests if the fixture's scope is wider than
-  `function`. After a test fails, each rank tears down all its fixtures, because the state of a fixture can differ from rank
-  to rank. The fixture `tmp_path` is the same folder in all ranks.
-- In pytest's own process, the plugin raises the exception of the rank that failed first. pytest handles skips, expected
-  failures and tracebacks of a marked test in the same way as for any other test. If one rank skips the test and another
-  rank fails, the test fails.
-- pytest's report of a test shows the output of each rank, its warnings too, in a separate section.
+Tests of one module with the same options run on one WorkerGroup. pytest's own process raises the exception of the rank that
+failed first, and so handles skips, expected failures and tracebacks as usual. After a failure each rank tears down all its
+fixtures, as their state can differ from rank to rank. pytest loads this module by an entry point; if no test has the mark,
+nothing else is imported.
 """
 
 import pytest
 
-from mpwatch.integrations.pytest_plugin.names import MARK, RANK_KEY
+MARK = "mpwatch"
+RANK_KEY = "mpwatch_rank"  # in the `workerinput` of a pytest configuration, only in a session that runs in a rank
 
 
 def pytest_configure(config: pytest.Config) -> None:

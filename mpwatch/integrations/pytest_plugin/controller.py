@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
-from mpwatch.integrations.pytest_plugin.names import MARK
+from mpwatch.integrations.pytest_plugin import MARK
 from mpwatch.integrations.pytest_plugin.rank_session import (
     SessionConfig,
     TestRequest,
@@ -169,20 +169,15 @@ class ModuleGroup:
         """Yield a title and the new text for each log file that has new text."""
         for worker in result.workers:
             folder = Path(result.log_dir, f"attempt_{worker.restart_count}", str(worker.rank))
-            for stream in ("stdout", "stderr"):
-                if text := self._read_new_text(folder / f"{stream}.log"):
-                    yield f"{stream} of rank {worker.rank}", text
-
-    def _read_new_text(self, path: Path) -> str:
-        """Return the text that a rank has added to the log file since `_read_new_text` last read this file."""
-        try:
-            with path.open("rb") as file:
-                file.seek(self._read_positions.get(path, 0))
-                text = file.read()
-                self._read_positions[path] = file.tell()
-        except FileNotFoundError:  # with -s there are no log files
-            return ""
-        return text.decode(errors="replace")
+            for path in (folder / "stdout.log", folder / "stderr.log"):
+                if not path.exists():  # with -s there are no log files
+                    continue
+                with path.open("rb") as file:
+                    file.seek(self._read_positions.get(path, 0))
+                    text = file.read().decode(errors="replace")
+                    self._read_positions[path] = file.tell()
+                if text:
+                    yield f"{path.stem} of rank {worker.rank}", text
 
 
 def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> SessionConfig:

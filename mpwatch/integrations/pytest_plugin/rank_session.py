@@ -20,7 +20,7 @@ from _pytest._code.code import ExceptionRepr
 from _pytest.config import ConftestImportFailure, _prepareconfig, create_terminal_writer
 
 from mpwatch import current_worker
-from mpwatch.integrations.pytest_plugin.names import RANK_KEY
+from mpwatch.integrations.pytest_plugin import RANK_KEY
 
 # These plugins are unregistered in a rank, since the watcher does their work: coverage, other processes, reruns, time
 # limits, and the stack of a crash, which is in mpwatch's report. The rank still accepts the options of these plugins. If a

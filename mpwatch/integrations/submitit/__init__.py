@@ -14,13 +14,12 @@ job at the same time. Each further node, and each that replaces a lost one, is a
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-The folder of a job, such as mpwatch-1234abcd, contains pickles with the secret of the job. Only the user of the driver can
-read and write the folder, because a pickle that another user has changed could run any code.
+The folder, such as mpwatch-1234abcd, contains pickles with the secret of the job, so only this user can read and write it.
 
 Preemption: before SLURM takes the machines back, or at the time limit, it sends the signal of submitit (SIGUSR2) to all
-processes of the job. Then `mpwatch.should_stop` is True in all ranks at the same step, so that they can save and return,
-and the job is submitted again: a `Job` by submitit, another one by `run`. If SLURM sends only SIGTERM, the ranks end before
-they can save, unless slurm.conf has `PreemptParameters=send_user_signal`.
+processes of the job. Then `mpwatch.should_stop` is True in all ranks at the same step, and when they have returned, the job
+is submitted again: a `Job` by submitit, another one by `run`. If SLURM sends only SIGTERM, the ranks end before they can
+save, unless slurm.conf has `PreemptParameters=send_user_signal`.
 """
 
 from mpwatch.integrations.submitit.job import Job

@@ -195,7 +195,7 @@ class Node:
 
     def request_stop(self):
         if self.is_alive and not self.machine.is_joining:
-            self.execute(self.machine.request_stop("SIGUSR1"))
+            self.execute([messages.StopRequest("SIGUSR1")])
 
     @when_awake
     def leave(self):

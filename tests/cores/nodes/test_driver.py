@@ -19,7 +19,7 @@ from mpwatch.nodes.messages import LinkHello, encode_message
 def server():
     rendezvous = mpwatch.Rendezvous("127.0.0.1:1", "job", 1, secret="secret")
     spec = mpwatch.WorkerSpec(fn=print, nprocs=1, rendezvous=rendezvous)
-    with closing(job_server.JobServer("127.0.0.1", spec, lambda *_: None)) as server:
+    with closing(job_server.JobServer("127.0.0.1", spec)) as server:
         yield server
 
 
@@ -51,7 +51,7 @@ def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(server, eve
             kind, of_node, (hostname, link) = server.messages.get()
             assert (kind, of_node, hostname) == ("hello", number, "host")
             node.send("end", None)
-            assert server.messages.get() == ("end", number, None)
+            assert server.messages.get() == ("sent", number, pickle.dumps(("end", None)))
             if number:  # somebody else, who cannot sign
                 node.socket.sendall(node.encode(pickle.dumps(("output", "forged")))[:-1] + b"?")
             else:
@@ -64,14 +64,14 @@ def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(server, eve
 
 def test_nodes_wait_while_the_driver_is_behind(server, monkeypatch):
     """So the driver keeps a few outputs, and not all that nodes print while it writes to a slow terminal."""
-    monkeypatch.setattr(job_server, "MAX_WAITING", 10)
+    monkeypatch.setattr("mpwatch.nodes.server.MAX_WAITING", 10)
     count, text = 200, "x" * 100_000
     with closing(Node(server, 0)) as node:
         thread = threading.Thread(target=lambda: [node.send("output", (number, text)) for number in range(count)])
         thread.start()
         assert server.messages.get()[0] == "hello"
         for number in range(count):
-            assert server.messages.get() == ("output", 0, (number, text))
+            assert server.messages.get() == ("sent", 0, pickle.dumps(("output", (number, text))))
             assert server.messages.qsize() < count / 2
         thread.join()
 
