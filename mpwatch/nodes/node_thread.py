@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
@@ -394,12 +395,11 @@ class NodeThread:
     def _make_server(self, listener: socket.socket) -> Server:
         host, port = listener.getsockname()[:2]
         if not is_loopback(host) and not self._rendezvous.key:
-            self._log_warning(
-                f"rendezvous at {self._joining.endpoint}: there is no secret, so whoever can reach port {port} can take part"
-                " in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
+            self._deferred_log.warning(
+                "rendezvous at %s: there is no secret, so whoever can reach port %d can take part in the job, and lead its"
+                " ranks anywhere; set MPWATCH_SECRET to the same text on all nodes",
+                self._joining.endpoint,
+                port,
             )
         coordinator = make_coordinator(self._spec, has_own_node=True)
-        return Server(coordinator, self._rendezvous, self._log_warning)
-
-    def _log_warning(self, text: str) -> None:
-        self._deferred_log.warning("%s", text)
+        return Server(coordinator, self._rendezvous, partial(self._deferred_log.warning, "%s"))

@@ -11,7 +11,7 @@ unpickling. If `retry_if` or `env` raises an exception, the run ends.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -191,9 +191,6 @@ class MultiNodeRunController(RunController[T]):
     def _record_attempt(self, evidence: AttemptObservations) -> RunResult[T]:
         self._last_attempts.clear()  # not before: a signal may come before the next attempt
         return super()._record_attempt(evidence)
-
-    def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:  # noqa: ARG002
-        return sum(attempt.is_counted for attempt in self._attempts)
 
     def _is_start_counted(self, attempt: int) -> bool:
         return attempt > 0 and self._latest_start is not None and self._latest_start.is_counted

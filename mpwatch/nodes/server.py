@@ -179,7 +179,7 @@ class Server:
             peer.send(encode_message(message))
         else:
             self._execute(self._coordinator.handle(peer.number, message, now))
-            self._loop.call_soon(self._judge_stalls)
+            self._loop.call_soon(lambda: self._execute(self._coordinator.judge_stalls(monotonic())))
 
     def remove(self, peer: _Peer) -> None:
         del self._peers[peer.number]
@@ -207,14 +207,10 @@ class Server:
                 if isinstance(action.message, Refused | Dismissed):
                     peer.has_last_message = True
                     peer.transport.write_eof()
-                    self._loop.call_later(LINGER_SECONDS, self._abort, action.node)
+                    self._loop.call_later(LINGER_SECONDS, peer.abort, "it has read the last message")
         if self._coordinator.stage is JobStage.FINISHED and not self.finished.done():
             self.finished.set_result(None)
         self._set_deadline()
-
-    def _abort(self, number: int) -> None:
-        if (peer := self._peers.get(number)) is not None:
-            peer.abort("it has read the last message")
 
     def _set_deadline(self) -> None:
         if self._deadline is not None:
@@ -224,9 +220,6 @@ class Server:
 
     def _handle_deadline(self) -> None:
         self._execute(self._coordinator.handle_deadline(monotonic()))
-
-    def _judge_stalls(self) -> None:
-        self._execute(self._coordinator.judge_stalls(monotonic()))
 
     def _check_peers(self) -> None:
         now = monotonic()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
-from mpwatch.integrations.pytest_plugin import MARK
+from mpwatch.integrations.pytest_plugin import MARK, RANK_KEY
 from mpwatch.integrations.pytest_plugin.rank_session import (
     SessionConfig,
     TestRequest,
@@ -189,7 +189,7 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
         invocation_dir=str(config.invocation_params.dir),
         module=str(module),
         temporary_dir=str(folder),
-        worker_input={**options, **getattr(config, "workerinput", {})},
+        worker_input={**options, **getattr(config, "workerinput", {}), RANK_KEY: True},
         markers=tuple(config.getini("markers")),
     )
 

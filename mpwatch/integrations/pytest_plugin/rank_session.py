@@ -20,8 +20,8 @@ from _pytest._code.code import ExceptionRepr
 from _pytest.config import ConftestImportFailure, _prepareconfig, create_terminal_writer
 
 from mpwatch import current_worker
-from mpwatch.integrations.pytest_plugin import RANK_KEY
 
+SESSION = "mpwatch: pytest session"  # a key of `current_worker().state`
 # These plugins are unregistered in a rank, since the watcher does their work: coverage, other processes, reruns, time
 # limits, and the stack of a crash, which is in mpwatch's report. The rank still accepts the options of these plugins. If a
 # plugin is loaded by -p, it has another name.
@@ -90,22 +90,22 @@ def run_item(config: SessionConfig, request: TestRequest) -> None:
 def _get_session(config: SessionConfig) -> "RankSession":
     __tracebackhide__ = True
     state = current_worker().state
-    if RANK_KEY not in state:
-        state[RANK_KEY] = RankSession(config)
-    session: RankSession = state[RANK_KEY]
+    if SESSION not in state:
+        state[SESSION] = RankSession(config)
+    session: RankSession = state[SESSION]
     return session
 
 
 def tear_down_fixtures() -> None:
     __tracebackhide__ = True
-    session = current_worker().state.get(RANK_KEY)
+    session = current_worker().state.get(SESSION)
     if session is not None:
         session.tear_down()
 
 
 def end_session() -> None:
     __tracebackhide__ = True
-    session = current_worker().state.pop(RANK_KEY, None)
+    session = current_worker().state.pop(SESSION, None)
     if session is not None:
         session.end()
 
@@ -131,7 +131,7 @@ class RankSession:
             raise failure.cause from None
         # An xdist worker has a `workerinput`. If it exists, plugins do not do what must be done only once in a whole run.
         worker_id = f"{config.worker_input.get('workerid', '')}rank{rank}"
-        worker_input = config.worker_input | {"workerid": worker_id, RANK_KEY: rank}
+        worker_input = config.worker_input | {"workerid": worker_id}
         pytest_config.workerinput = worker_input  # type: ignore[attr-defined]
         pytest_config.args = [config.module]
         self._opens_debugger = bool(pytest_config.option.usepdb)

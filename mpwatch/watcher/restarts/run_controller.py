@@ -6,7 +6,7 @@ unpickled has failed. An exception of `retry_if` or `env` ends the run.
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -190,9 +190,6 @@ class RunController(Generic[T]):
         self._publish_outcomes(evidence, result)
         return result
 
-    def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:
-        return sum(evidence.attempt for evidence in latest)
-
     def _is_start_counted(self, attempt: int) -> bool:
         """Return whether the start of the attempt counts as a restart for `max_restarts`."""
         return attempt > 0
@@ -239,9 +236,9 @@ class RunController(Generic[T]):
         self._publish_run_ended(state, summarize_exception(error))
 
     def _publish_run_ended(self, state: WorkerState, reason: str) -> None:
-        latest = self.list_evidence()
-        workers = [observed.worker for evidence in latest for observed in evidence.ranks.values()]
-        self.event_bus.publish_run_ended(state, workers, restarts=self._count_restarts(latest), reason=reason)
+        workers = [observed.worker for evidence in self.list_evidence() for observed in evidence.ranks.values()]
+        restarts = sum(attempt.is_counted for attempt in self._attempts)
+        self.event_bus.publish_run_ended(state, workers, restarts=restarts, reason=reason)
 
 
 def make_empty_result(interrupted: Interrupted | None) -> RunResult[Any]:
