@@ -34,7 +34,6 @@ from random import random
 from mpwatch.nodes.job_decision import JobAttempt, describe_stop
 from mpwatch.nodes.job_options import describe_difference
 from mpwatch.nodes.job_verdict import find_job_verdicts, format_job_stall, read_records
-from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     AttemptDecision,
     AttemptFailing,
@@ -247,7 +246,7 @@ class Coordinator:
     # ---- an attempt
 
     def handle(self, number: int, message: MessageToCoordinator, now: float) -> list[CoordinatorAction]:
-        """Handle what a node has sent after its NodeInfo. Raises InvalidMessageError."""
+        """Handle what a node has sent after its NodeInfo."""
         member, attempt = self._members.get(number), self._attempt
         node = None if member is None else member.node
         if isinstance(message, NodeLeaving):
@@ -257,7 +256,6 @@ class Coordinator:
         if isinstance(message, StopRequest):
             return self._request_stop(message.cause)
         if isinstance(message, AttemptReport):
-            check_failures(message)
             member.port = message.port or member.port
         if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
             return []
@@ -412,10 +410,3 @@ class Coordinator:
 def _sort_key(member: _Member) -> tuple[float, bool]:
     """By the rank that was set; else the node of the coordinator comes first, and the others as they have come."""
     return math.inf if member.info.rank is None else member.info.rank, not member.info.is_host
-
-
-def check_failures(report: AttemptReport) -> None:
-    """Raises InvalidMessageError if a failure lacks what the decision needs. The rest is checked where it is shown."""
-    for failure in (*report.failures, *report.missing_ranks):
-        if not isinstance(failure.get("rank"), int):
-            raise InvalidMessageError("AttemptReport has a failure without the number of its rank")

@@ -144,10 +144,10 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _rebuild_exception(exceptions: list[ExceptionData]) -> BaseException:
+    nodes: list[ExceptionNode] = []
     for exception in exceptions:
-        if unknown := set(exception["bases"]) - BUILTIN_EXCEPTIONS:  # a newer version of Python may have more
-            raise InvalidMessageError(f"an exception has the base {min(unknown)!r:.100}, which is not a builtin exception")
-    nodes: list[ExceptionNode] = [{**exception} for exception in exceptions]
+        bases = [base for base in exception["bases"] if base in BUILTIN_EXCEPTIONS]  # a newer Python may have more
+        nodes.append({**exception, "bases": bases or ["Exception"]})
     try:
         return build_graph(nodes)
     except (LookupError, TypeError, ValueError, OverflowError) as error:  # such as a group that is a member of itself

@@ -20,7 +20,6 @@ from mpwatch.os_support.clock import monotonic
 FIRST_BYTES = 1 << 14  # of the first frame of a node, which says who it is
 MAX_BYTES = 1 << 21  # of any other frame; a decision has at most 64 failures, of 0.5 MiB together
 MAX_LINK_BYTES = (1 << 32) - 1  # of what a node sends to the driver that has started it
-MAX_UNSENT_BYTES = 1 << 24  # for a node that does not read
 LINGER_SECONDS = 2.0  # for the other end to read the last message
 PREFIX = b"mpwatch/1 "
 NONCE_LENGTH, KEY_ID_LENGTH = 32, 8  # characters
@@ -173,8 +172,6 @@ class Connection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         if not self.transport.is_closing():
             self.transport.write(self.framing.encode(data))
-            if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-                self.abort("it does not read what it is sent")
 
     def abort(self, reason: str) -> None:
         self.end = self.end or reason

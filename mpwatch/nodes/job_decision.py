@@ -261,5 +261,4 @@ def _victim_level(report: AttemptReport) -> int:
 
 
 def _root_cause_rank(report: AttemptReport) -> int:
-    rank = report.failures[0].get("rank") if report.failures else None
-    return rank if isinstance(rank, int) else -1
+    return int(report.failures[0]["rank"]) if report.failures else -1

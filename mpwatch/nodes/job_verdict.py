@@ -7,12 +7,11 @@ ignores the comparison if a node was lost, or if the comparison leaves a failure
 """
 
 import signal
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
-from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import AttemptReport, Failures, RankRecord
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
@@ -58,15 +57,10 @@ class NodeCollectives:
     returned: frozenset[int]
 
 
-def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
-    """Read the records of a node. Ignore unreadable records, because the node may have another version of mpwatch."""
-    answers, returned = {}, set()
-    for record in records:
-        if (answer := _read_answer(record)) is not None:
-            answers[record.rank] = answer
-            if record.has_returned:
-                returned.add(record.rank)
-    return NodeCollectives(answers, frozenset(returned))
+def read_records(records: Collection[RankRecord]) -> NodeCollectives:
+    """Read the records of a node."""
+    answers = {record.rank: RankCollectives.from_json(record.collectives) for record in records}
+    return NodeCollectives(answers, frozenset(record.rank for record in records if record.has_returned))
 
 
 def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdict]:
@@ -89,13 +83,6 @@ def _merge(nodes: Iterable[NodeCollectives]) -> NodeCollectives:
         answers |= node.answers
         returned |= node.returned
     return NodeCollectives(answers, frozenset(returned))
-
-
-def _read_answer(record: RankRecord) -> RankCollectives | None:
-    try:
-        return RankCollectives.from_json(record.collectives)
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
@@ -121,7 +108,8 @@ def blame_ranks(report: AttemptReport, hostname: str, node: int, first_rank: int
     blamed = {}
     for record in report.collectives:
         if record.rank in verdict.blamed:
-            before = _decode(known.get(record.rank)) or _build_failure(record, hostname, node, first_rank)
+            encoded = known.get(record.rank)
+            before = decode_failure(encoded) if encoded else _build_failure(record, hostname, node, first_rank)
             is_late = verdict.kind is VerdictKind.ABSENT and not record.has_returned and record.rank not in have_failed
             kind = FailureKind.HANG if is_late else FailureKind.MISMATCH
             failure = replace(before, kind=kind, evidence=verdict.evidence[record.rank], summary="", is_secondary=False)
@@ -130,16 +118,8 @@ def blame_ranks(report: AttemptReport, hostname: str, node: int, first_rank: int
     return *blamed.values(), *others
 
 
-def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
-    try:
-        return None if failure is None else decode_failure(failure)
-    except InvalidMessageError:  # the node may have another version of mpwatch
-        return None
-
-
 def _build_failure(record: RankRecord, hostname: str, node: int, first_rank: int) -> ProcessFailure:
-    """For a blamed rank of which the report has no readable failure."""
-    answer = _read_answer(record)
+    """For a blamed rank of which the report has no failure."""
     return ProcessFailure(
         rank=record.rank,
         local_rank=record.rank - first_rank,
@@ -148,5 +128,5 @@ def _build_failure(record: RankRecord, hostname: str, node: int, first_rank: int
         group_rank=node,
         kind=FailureKind.MISMATCH,
         exit_code=1,
-        collective=None if answer is None else get_current_collective(answer),
+        collective=get_current_collective(RankCollectives.from_json(record.collectives)),
     )

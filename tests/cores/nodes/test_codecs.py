@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cores.nodes.samples import make_sample
-from mpwatch.nodes.coordinator import check_failures
 from mpwatch.nodes.frames import FIRST_BYTES, ForeignProgramError, Framing, SecretMismatchError
 from mpwatch.nodes.json_codec import InvalidMessageError
-from mpwatch.nodes.messages import MESSAGE_TYPES, AttemptReport, NodeInfo, decode_message, encode_message
+from mpwatch.nodes.messages import MESSAGE_TYPES, NodeInfo, decode_message, encode_message
 
 NODE_INFO = NodeInfo("job", "host", "10.0.0.1", 29500, 8, "trainer", None, False, 10.0, 600.0, None, {"nnodes": "2"})
 WHOLE = st.integers(-(10**19) + 1, 10**19 - 1)
@@ -65,12 +64,6 @@ def test_no_text_of_another_node_controls_a_terminal():
     """See also results/clean_text.py."""
     arrived = decode_message(change(NODE_INFO, hostname="\x1b[2J", options={"\x9b": "\x9b"}))
     assert (arrived.hostname, arrived.options) == (r"\x1b[2J", {r"\x9b": r"\x9b"})
-
-
-def test_a_failure_without_its_rank_is_refused():
-    report = dataclasses.replace(make_sample(AttemptReport), failures=({"rank": []},))
-    with pytest.raises(InvalidMessageError, match="without the number of its rank"):
-        check_failures(report)
 
 
 @given(st.sampled_from(list(MESSAGE_TYPES.values())), st.data())
