@@ -233,22 +233,24 @@ def submit(
     """
     __tracebackhide__ = True
     check_flag("check", check)
-    return start_run(_make_spec("submit", fn, nprocs, options), check=check)
+    spec = _make_spec("submit", fn, nprocs, options)
+    refuse_signals(spec)
+    handle = make_handle(spec, check=check)
+    handle._enter_queue()
+    handle._decide()  # from now on `cancel` returns False
+    return handle
 
 
-def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, with the live view that `make_view` returns, if not None."""
+def make_handle(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
+    """Return the handle of a run that has not begun, with the live view that `make_view` returns, if not None."""
     from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
     __tracebackhide__ = True
-    refuse_signals(spec)
     check_host()
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
     add_call(handle, RunHandle._ask_to_stop)
-    handle._enter_queue()
-    handle._decide()  # from now on `cancel` returns False
     return handle
 
 

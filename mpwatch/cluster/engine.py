@@ -18,6 +18,9 @@ class Engine(Protocol):
     as the text is empty. After that, `describe_wait` must return at once, and an empty text stands for "no node of the job
     has connected to this program".
 
+    An engine may also have an attribute `stop_signals`: the signals to the processes of the nodes that request a stop, see
+    `mpwatch.StopPolicy`. Then `start` must execute `call()` in the main thread of a process.
+
     Attributes:
         address: the driver's own address, to which the nodes connect.
     """

@@ -5,14 +5,14 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mpwatch
-from mpwatch.api import start_run
+from mpwatch.api import make_handle
 from mpwatch.cluster.engine import NodeOutcome
 from mpwatch.nodes.address import Endpoint
 from mpwatch.nodes.frames import Framing
@@ -34,11 +34,13 @@ class NodeSpec:
     number: int
     nprocs: Any
     call: bytes
-    """The function and the options of `mpwatch.submit`, pickled by cloudpickle."""
+    """The function and the options of `mpwatch.run`, pickled by cloudpickle."""
     rendezvous: mpwatch.Rendezvous
     """Its endpoint is the address of the driver."""
     find_address: Callable[[], str] | None
     """Returns the address of the node. None means that mpwatch finds the address."""
+    stop_signals: Collection[int]
+    """See `Engine`."""
     log_options: Mapping[str, Any]
     view_period: float | None
     """Seconds between two statuses of the ranks. None means that the driver shows no view."""
@@ -50,10 +52,14 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results."""
     with closing(_DriverLink(spec.number, spec.rendezvous)) as link:
         try:
-            with _submit(spec, link) as handle:
+            with _make_handle(spec, link) as handle:
                 follower = threading.Thread(target=_follow_driver, args=(link, handle), name="mpwatch link")
                 follower.start()
                 try:
+                    if spec.stop_signals:
+                        handle._execute()  # here, since Python runs signal handlers in the main thread only
+                    else:
+                        handle._enter_queue()
                     return NodeOutcome.pack(handle.result())
                 finally:
                     link.send("end", None)
@@ -120,7 +126,7 @@ class _DriverLink:
         self._socket.close()
 
 
-def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
+def _make_handle(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     if spec.version != mpwatch.__version__:
         raise mpwatch.LaunchError(
             f"node {spec.number} ({platform.node()}) has mpwatch {mpwatch.__version__}, but the driver has {spec.version};"
@@ -153,8 +159,10 @@ def _submit(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
         progress=False,
         **options,
     )
+    if spec.stop_signals:
+        run_spec = replace(run_spec, stop=replace(run_spec.stop_policy, signals=spec.stop_signals))
     period = spec.view_period
-    return start_run(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
+    return make_handle(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
 
 
 def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:

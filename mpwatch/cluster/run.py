@@ -144,6 +144,7 @@ def run(
             call=call,
             rendezvous=replace(rendezvous, endpoint=str(Endpoint(engine.address, server.port))),
             find_address=find_address,
+            stop_signals=getattr(engine, "stop_signals", ()),
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
             wants_progress=bool(spec.progress_observers),

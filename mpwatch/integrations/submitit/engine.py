@@ -5,6 +5,7 @@ import os
 import pickle
 import secrets
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import submitit
 from submitit.core.utils import JobPaths
 
 from mpwatch import cluster
-from mpwatch.integrations.submitit.preemption import stop_when_preempted
+from mpwatch.integrations.submitit.preemption import ignore_sigterm, preemption_signal
 from mpwatch.os_support.clock import monotonic
 
 POLL_SECONDS = 0.5  # between two looks into the folder
@@ -38,7 +39,7 @@ class SubmititEngine:
 
     def __init__(self, executor: submitit.Executor, least: int, *, address: str, stop_seconds: float = 15.0) -> None:
         self.address = address
-        self.is_preempted = False
+        self.stop_signals = (preemption_signal(),)
         self._kind = find_kind(executor)
         self._executor = executor
         self._least = least
@@ -132,9 +133,8 @@ class SubmititEngine:
             path = os.path.join(self._folder, f"{number}.outcome")
             if os.path.exists(path):
                 with open(path, "rb") as stream:
-                    is_preempted, outcome = pickle.load(stream)
+                    outcome = pickle.load(stream)
                 os.remove(path)
-                self.is_preempted |= is_preempted
                 self._set(number, outcome)
             elif has_ended:
                 ended_at = self._ended_at.setdefault(number, monotonic())
@@ -205,7 +205,9 @@ class Task:
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)
         write(f"{path}.begun", b"")
-        with stop_when_preempted() as is_preempted:
+        # for good, since submitit would queue a job again that the driver has given up
+        signal.signal(preemption_signal(), lambda *_: None)
+        with ignore_sigterm():
             outcome = call()
         with suppress(FileNotFoundError):  # the driver is gone
-            write(f"{path}.outcome", pickle.dumps((is_preempted.is_set(), outcome), protocol=5))
+            write(f"{path}.outcome", pickle.dumps(outcome, protocol=5))

@@ -5,15 +5,14 @@ import secrets
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, Unpack
 
 import submitit
 from submitit.helpers import DelayedSubmission
 
 import mpwatch
-from mpwatch.integrations.submitit.preemption import preemption_signal
+from mpwatch.integrations.submitit.preemption import ignore_sigterm, preemption_signal, was_preempted
 
 
 class Job:
@@ -77,13 +76,12 @@ class Job:
         rendezvous = self._make_rendezvous(task)
         number = preemption_signal()
         error: mpwatch.RunFailedError | None = None
-        with _ignore_sigterm():
+        with ignore_sigterm():
             try:
                 result = mpwatch.run(self._fn, self._nprocs, rendezvous=rendezvous, stop=(number,), **self._options)
             except mpwatch.RunFailedError as caught:
                 result, error = caught.result, caught
-        was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED
-        if number.name in result.stop_cause and was_cut_short:
+        if was_preempted(result):
             signal.raise_signal(number)  # now submitit acts on it: in task 0 this queues the job again, and exits
             if task.global_rank > 0:
                 sys.exit()  # without a result, since there will be another one
@@ -113,13 +111,3 @@ class Job:
             is_host=task.global_rank == 0,
             **self._rendezvous,
         )
-
-
-@contextmanager
-def _ignore_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM in this process, because SLURM sends SIGTERM together with the signal of submitit."""
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)

@@ -1,17 +1,15 @@
 """`run` submits a job with submitit, and waits for the values of all ranks."""
 
-import functools
-import signal
 import socket
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Literal, TypeVar, Unpack
 
 import submitit
 
 import mpwatch
 from mpwatch import cluster
 from mpwatch.integrations.submitit.engine import SubmititEngine, find_kind
-from mpwatch.integrations.submitit.preemption import preemption_signal
+from mpwatch.integrations.submitit.preemption import was_preempted
 
 T = TypeVar("T")
 END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
@@ -53,22 +51,16 @@ def run(
     if max_requeues < 0:
         raise ValueError(f"max_requeues must be 0 or more, not {max_requeues!r}")
     grace_period = options.get("grace_period", 10.0)
-    # the wrapper of fn takes any arguments
-    mpwatch.WorkerSpec(
-        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
-    )
     stop_seconds = grace_period + END_SECONDS
     while True:
         own_address = address or _find_own_address(kind)
         engine = SubmititEngine(executor, least, address=own_address, stop_seconds=stop_seconds)
         error: mpwatch.RunFailedError | None = None
         try:
-            result = cluster.run(engine, _ignore_signal(fn), nprocs, nodes=nodes, **options)
+            result = cluster.run(engine, fn, nprocs, nodes=nodes, **options)
         except mpwatch.RunFailedError as caught:
             result, error = caught.result, caught
-            _remove_own_frame(caught.__cause__)
-        was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED
-        if engine.is_preempted and was_cut_short and max_requeues:
+        if max_requeues and was_preempted(result):
             max_requeues -= 1
         elif error is not None:
             raise error
@@ -85,22 +77,3 @@ def _find_own_address(kind: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 1))  # this sends nothing
         return str(probe.getsockname()[0])
-
-
-def _remove_own_frame(error: BaseException | None) -> None:
-    """Remove the frame of `_ignore_signal` from a rank's traceback, so that the traceback begins in the user's function."""
-    trace = None if error is None else error.__traceback__
-    if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        error.__traceback__ = trace.tb_next
-
-
-def _ignore_signal(fn: Callable[..., T]) -> Callable[..., T]:
-    """Call `fn` with the signal of submitit ignored, which SLURM sends to all processes of the job."""
-    number = int(preemption_signal())
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> T:
-        signal.signal(number, signal.SIG_IGN)
-        return fn(*args, **kwargs)
-
-    return call
