@@ -28,11 +28,9 @@ with suppress(ImportError):  # some environments of tox have no hypothesis
 SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
     "documentation/test_pictures.py",
     "engines/test_ray.py",
-    "notebooks/test_debugger_in_kernel.py",
+    "notebooks/test_cells.py",
     "notebooks/test_example.py",
     "notebooks/test_kernel.py",
-    "notebooks/test_notebook.py",
-    "notebooks/test_output_in_cells.py",
     "notebooks/test_ranks_magic.py",
     "trainers/test_accelerate.py",
     "trainers/test_lightning_results.py",

@@ -15,16 +15,11 @@ python pages.py [PAGE ...]     run the blocks; write the output into blocks of o
 
 import json
 import os
-import pty
 import re
-import select
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,7 +37,7 @@ PROMPT = re.compile(r"\(Pdb\) (.*)$", re.MULTILINE)
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 SECONDS = re.compile(r"\b\d+(\.\d+)? ?s\b")
 CARETS = re.compile(r"^ +[~^]+\n", re.MULTILINE)  # Python 3.13 and newer mark fewer parts of a line
-TIME_LIMIT = 60  # seconds
+TIME_LIMIT = 110  # seconds
 
 
 @dataclass
@@ -134,13 +129,8 @@ def check_shell(example):
 
 @cache
 def get_folder(path):
-    """Return the temporary folder of a page. It is removed at the end of this program."""
-    folder = tempfile.TemporaryDirectory(prefix=f"{Path(path).stem}-")
-    FOLDERS.append(folder)
-    return folder.name
-
-
-FOLDERS = []
+    """Return the temporary folder of a page. The cache keeps it until the end of this program."""
+    return tempfile.TemporaryDirectory(prefix=f"{Path(path).stem}-")
 
 
 def run_block(block, path):
@@ -148,7 +138,7 @@ def run_block(block, path):
     if block.is_cell:
         return run_cells(path)[block.start], 0
     typed = PROMPT.findall(block.output.source) if block.output else []
-    return run_program(block.setup + block.source, block.title or "example.py", get_folder(path), typed)
+    return run_program(block.setup + block.source, block.title or "example.py", get_folder(path).name, typed)
 
 
 IPYTHON = """
@@ -169,7 +159,7 @@ END_OF_CELL = "\0end of cell\0"
 def run_cells(path):
     """Run the cells of a page in one IPython. Return what each has printed, by the place of its block."""
     cells = [block for block in read_blocks(Document(Path(path).read_text(), path)) if block.is_cell and block.is_run]
-    folder = get_folder(path)
+    folder = get_folder(path).name
     Path(folder, "cells.json").write_text(json.dumps([cell.source for cell in cells]))
     printed, _ = run_program(IPYTHON.replace("END", repr(END_OF_CELL)), "run_cells.py", folder)
     return {cell.start: text for cell, text in zip(cells, printed.split(END_OF_CELL), strict=False)}
@@ -185,7 +175,7 @@ def run_program(code, name, folder, typed=()):
     env = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        "TERM": "xterm" if typed else "dumb",
+        "TERM": "dumb",
         "COLUMNS": "80",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")])),
     }
@@ -211,28 +201,18 @@ def run_program(code, name, folder, typed=()):
 
 def run_in_terminal(name, folder, env, typed):
     """Run a program in a terminal of its own, and type a line at each prompt of pdb."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.execve(sys.executable, [sys.executable, name], env)
-    printed, answered, lines = b"", 0, list(typed)
-    deadline = time.monotonic() + TIME_LIMIT
-    try:
-        while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            with suppress(OSError):  # the program has ended
-                if data := os.read(terminal, 65536):
-                    printed += data
-                    if lines and ESCAPE_SEQUENCE.sub("", printed[answered:].decode(errors="replace")).endswith("(Pdb) "):
-                        answered = len(printed)
-                        os.write(terminal, lines.pop(0).encode() + b"\n")
-                    continue
-            break
-        else:
-            os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(terminal)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return ESCAPE_SEQUENCE.sub("", printed.decode(errors="replace")), status
+    from support.screens import Program
+
+    def text(begin=0):
+        return ESCAPE_SEQUENCE.sub("", program.output[begin:].decode(errors="replace"))
+
+    with Program(name, env=env, columns=80, cwd=folder) as program:
+        for line in typed:
+            begin = len(program.output)
+            program.read_until(lambda _, begin=begin: text(begin).endswith("(Pdb) "))
+            program.type(line.encode() + b"\n")
+        status = program.end()
+    return text(), status
 
 
 def is_match(printed, expected, title):
@@ -246,8 +226,9 @@ def is_match(printed, expected, title):
 def write_outputs(path):
     """Run the programs of a page. Fill empty blocks of output, and print differences."""
     text = path.read_text()
-    for block in reversed(list(run_blocks(Document(text, str(path))))):
-        program, printed, status = block
+    programs = [block for block in read_blocks(Document(text, str(path))) if block.language == "python" and block.is_run]
+    results = [(program, *run_block(program, str(path))) for program in programs]
+    for program, printed, status in reversed(results):  # from the end, so that the places of the others stay
         output = program.output
         if output is not None and not output.source.strip():
             head = text[output.start : output.end].partition("\n")[0]
@@ -258,12 +239,7 @@ def write_outputs(path):
     path.write_text(text)
 
 
-def run_blocks(document):
-    for block in read_blocks(document):
-        if block.language == "python" and block.is_run:
-            yield block, *run_block(block, document.path)
-
-
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
     for name in sys.argv[1:] or sorted(map(str, DOCS.rglob("*.md"))):
         write_outputs(Path(name))

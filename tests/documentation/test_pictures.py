@@ -38,10 +38,6 @@ def test_the_image_shows_the_ranks(new_image):
         assert "of the points are told apart" in image
 
 
-def test_the_readme_shows_the_image():
-    assert f"({IMAGE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
-
-
 def test_the_report_shows_the_verdict(tmp_path):
     python(str(ROOT / "docs" / "failure_report.py"), str(tmp_path / "report.svg"))
     for picture in (tmp_path / "report.svg", ROOT / "docs" / "failure_report.svg"):

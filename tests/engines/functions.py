@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 
 import numpy as np
 
@@ -32,36 +31,11 @@ def raise_in_rank_3():
     signal.pause()
 
 
-def exit_in_rank_3():
-    if get_rank() == 3:
-        os._exit(7)
-    signal.pause()
-
-
-def kill_rank_3():
-    if get_rank() == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
-
-
-def return_lock_in_rank_3():
-    return threading.Lock() if get_rank() == 3 else None
-
-
-def make_closure_over_lock():
-    lock = threading.Lock()
-    return lambda: lock
-
-
 def wait_for_second_start():
     """Return the rank, the number of restarts, and the pid of the watcher."""
     if mpwatch.current_worker().restart_count == 0:
         signal.pause()
     return get_rank(), mpwatch.current_worker().restart_count, os.getppid()
-
-
-def return_bytes(size):
-    return np.full(size, get_rank(), dtype=np.uint8)
 
 
 def wait_for_world_size(size):

@@ -61,26 +61,15 @@ def list_states(folder):
 
 def list_processes(job):
     """Return the pids of all processes of all tasks of a job."""
-    sessions = {int(line) for line in read(job / "sessions").split()}
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            fields = stat.rpartition(")")[2].split()
-            if int(fields[3]) in sessions and fields[0] != "Z":
-                pids.append(int(entry.name))
-    return pids
+    sessions = read(job / "sessions").split()
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if find_session(pid) in sessions]
 
 
-def is_alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+def find_session(pid):
+    """Return the session of a process; None if it has ended."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state == "Z" else fields[2]
 
 
 def send(pids, signum):
@@ -223,6 +212,6 @@ def scontrol(folder, verb, name):
 if __name__ == "__main__":
     folder, command, *arguments = Path(sys.argv[1]), *sys.argv[2:]
     if command == "kill":
-        kill(lambda: [int(pid) for pid in arguments if is_alive(int(pid))])
+        kill(lambda: [int(pid) for pid in arguments if find_session(pid)])
     else:
         globals()[command](folder, *arguments)

@@ -76,11 +76,6 @@ def test_workers_may_be_threads():
         check_nothing_left(client, daemonic=False)
 
 
-@pytest.mark.slow
-def test_200_megabytes_come_back(client):
-    cases.check_large_values(partial(run, client))
-
-
 def test_ranks_are_not_daemonic_and_can_start_processes(client):
     def start_a_child():
         child = subprocess.run([sys.executable, "-c", "print('started')"], capture_output=True, text=True, check=True)
@@ -89,36 +84,17 @@ def test_ranks_are_not_daemonic_and_can_start_processes(client):
     assert list(run(client, start_a_child, 1, nodes=2)) == [("started", False)] * 2
 
 
-@pytest.mark.parametrize(("fn", "options"), cases.FAILURES)
-def test_a_failure_is_that_on_one_machine(client, fn, options):
-    cases.check_failure(partial(run, client), fn, options)
+def test_a_failure_is_that_on_one_machine(client):
+    cases.check_failure(partial(run, client))
 
 
 def test_ctrl_c_stops_all_nodes(client):
     cases.check_ctrl_c(partial(run, client))
 
 
-def test_ranks_stop_together(client):
-    def wait_for_stop():
-        step = 0
-        while not mpwatch.should_stop(step):
-            if step == 100 and mpwatch.current_worker().rank == 1:
-                mpwatch.request_stop()
-            step += 1
-        return step
-
-    result = run(client, wait_for_stop, 1, nodes=2)
-    assert list(result) == [result.stopped_at] * 2
-
-
-def test_a_lost_worker_is_replaced(client):
-    cases.check_loss_of_a_node(partial(run, client))
-
-
-@pytest.mark.slow
-def test_a_job_whose_nodes_are_all_lost_is_restarted():
-    with make_cluster(4) as cluster, Client(cluster) as client:  # Dask does not always start killed workers again
-        cases.check_loss_of_all_nodes(partial(run, client))
+def test_a_lost_worker_is_replaced():
+    with make_cluster(3) as cluster, Client(cluster) as client:  # Dask does not always start a killed worker again
+        cases.check_loss_of_a_node(partial(run, client))
 
 
 def test_nodes_are_on_several_hosts_if_there_are_several():
@@ -187,8 +163,6 @@ def test_the_ranks_end_with_the_driver(client):
         ({"workers": ["tcp://10.0.0.1:1"]}, mpwatch.LaunchError, "has a suitable worker for 0 of 2"),
         ({"workers": "tcp://10.0.0.1:1"}, TypeError, "workers must be a collection of addresses, not a string"),
         ({"resources": {"GPU": 1}}, mpwatch.LaunchError, r"a worker of its own with {'GPU': 1}, on a host"),
-        ({"rendezvous": "10.0.0.1:1"}, TypeError, "a job on a cluster has no option 'rendezvous'"),
-        ({"grace_period": "long"}, TypeError, "grace_period must be a number of seconds, not 'long'"),
     ],
 )
 def test_a_bad_option_is_named(client, options, error, text):

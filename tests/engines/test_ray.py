@@ -1,6 +1,5 @@
 """Jobs on the nodes of a Ray cluster, which runs on this machine."""
 
-import os
 import signal
 import threading
 from contextlib import suppress
@@ -43,12 +42,13 @@ def free_cpus():
 
 @pytest.fixture
 def cluster(nodes):
-    """Check that the cluster is as before after the test: resources, placement groups and objects."""
+    """Check that the cluster is as before after the test: resources, placement groups and objects; and mpwatch's threads."""
     wait_until(lambda: free_cpus() == 4.0)
     objects = ray.available_resources()["object_store_memory"]
     yield nodes
     wait_until(lambda: free_cpus() == 4.0)
     wait_until(lambda: ray.available_resources()["object_store_memory"] >= objects)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("mpwatch")])
     assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
 
 
@@ -58,9 +58,8 @@ def test_the_values_of_all_ranks_come_back():
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(("fn", "options"), cases.FAILURES)
-def test_a_failure_is_that_on_one_machine(fn, options):
-    cases.check_failure(run, fn, options)
+def test_a_failure_is_that_on_one_machine():
+    cases.check_failure(run)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -122,11 +121,6 @@ def test_a_killed_watcher_is_a_lost_node_that_is_replaced():
     cases.check_loss_of_a_node(run)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_job_whose_nodes_are_all_lost_is_restarted():
-    cases.check_loss_of_all_nodes(run)
-
-
 @pytest.mark.slow
 def test_a_new_node_joins_the_job(cluster):
     added = []
@@ -146,23 +140,3 @@ def test_a_new_node_joins_the_job(cluster):
             ray.get(blocker)
         if added:
             cluster.remove_node(added[0])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_200_megabytes_come_back():
-    cases.check_large_values(run)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_many_runs_in_a_row_leave_the_cluster_as_it_was():
-    run(functions.report, 2, nodes=2)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    threads = threading.active_count()
-    for _ in range(10):
-        assert len(run(functions.report, 2, nodes=2)) == 4
-        with pytest.raises(mpwatch.RunFailedError):
-            run(functions.raise_in_rank_3, 2, nodes=2)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
-    assert threading.active_count() <= threads

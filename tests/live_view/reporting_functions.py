@@ -32,11 +32,6 @@ def report_and_die_once():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_silent_until_closed(fifo):
-    mpwatch.heartbeat()
-    wait_for_fifo(fifo)
-
-
 def print_and_report(fifo, width):
     """Print lines of different lengths until the FIFO is closed. Return how many."""
     count = 0

@@ -26,9 +26,9 @@ def fifo(tmp_path):
         yield file
 
 
-def start_program(*args, cls=Program, **more):
-    env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"} | more.pop("env", {})
-    return cls(PROGRAM, *map(str, args), env=env, **more)
+def start_program(*args, env=None, **size):
+    env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"} | (env or {})
+    return Program(PROGRAM, *map(str, args), env=env, **size)
 
 
 def text_rows(program):
@@ -98,13 +98,6 @@ def test_by_default_the_view_appears_when_a_rank_reports(fifo):
         assert program.emulator.screen.margins is None
 
 
-def test_a_late_heartbeat_is_shown(fifo):
-    with start_program("be_silent_until_closed", 1, fifo.path, "progress=True", "heartbeat_timeout=3") as program:
-        assert program.read_until(lambda rows: " late " in rows[-1])
-        fifo.close()
-        assert program.end() == 0
-
-
 def test_the_terminal_is_free_while_the_program_is_suspended_or_in_the_background(fifo):
     def is_free(program):
         return program.emulator.screen.margins is None and not any("running" in row for row in program.emulator.rows())
@@ -136,23 +129,6 @@ def test_no_view_with_progress_false():
     with start_program("report_and_wait_for_fifo", 2, "/dev/null", 5, "progress=False") as program:
         assert program.end() == 0
         assert text_rows(program) == ["before", "after None None"]
-
-
-def test_lines_in_a_terminal_that_does_not_know_its_size():
-    class ProgramWithoutSize(Program):
-        def resize(self, columns, rows):
-            super().resize(0, 0)
-
-    with start_program("report_and_wait_for_fifo", 2, "/dev/null", 8, "progress=True", cls=ProgramWithoutSize) as program:
-        assert program.end() == 0
-    assert b"\nmpwatch: step 8 of 8 (100 %); " in program.output
-
-
-def test_the_report_of_a_failure_is_printed_below(fifo):
-    with start_program("report_and_wait_for_fifo", 2, fifo.path, "'three'", "progress=True") as program:
-        assert program.end() == 1
-        assert "TypeError: report() takes step as an int, not a str" in text_rows(program)
-        assert program.emulator.screen.margins is None
 
 
 def test_a_terminal_where_rich_is_not_installed(fifo, tmp_path):

@@ -61,12 +61,11 @@ class RaisingStream(io.StringIO):
         raise self._error("in the view")
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_a_view_that_raises_is_logged_and_dropped(error, caplog):
-    with contextlib.redirect_stderr(RaisingStream(error)):
+def test_a_view_that_raises_is_logged_and_dropped(caplog):
+    with contextlib.redirect_stderr(RaisingStream(ZeroDivisionError)):
         assert len(mpwatch.run(reporting_functions.report_steps, 2, args=(3,), progress=True)) == 2
     (record,) = caplog.records
-    assert (record.levelno, record.exc_info[0]) == (logging.WARNING, error)
+    assert (record.levelno, record.exc_info[0]) == (logging.WARNING, ZeroDivisionError)
     assert record.message == "the live view failed; the run goes on without it"
 
 
@@ -75,9 +74,7 @@ def test_a_keyboard_interrupt_in_a_view_is_raised_by_the_run():
         mpwatch.run(failing.wait_to_be_stopped, 2, grace_period=5, progress=True)
 
 
-@pytest.mark.parametrize("stream", [None, object()], ids=["None", "object"])
-def test_streams_of_the_caller_that_are_no_streams(stream, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("sys.stdout", stream)
+def test_a_program_without_stdout_and_stderr(monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr("sys.stdout", None)
     assert len(mpwatch.run(reporting_functions.report_steps, 2, args=(3,))) == 2

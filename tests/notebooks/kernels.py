@@ -18,7 +18,7 @@ from contextlib import suppress
 from support.programs import ENV
 
 TIMEOUT = 60.0  # seconds for each step
-SHOWN_TYPES = {"stream", "execute_result", "display_data", "error"}
+SHOWN_TYPES = {"stream", "execute_result", "display_data", "update_display_data", "error"}
 
 
 class Kernel:
@@ -32,9 +32,9 @@ class Kernel:
         self._driver = subprocess.Popen([sys.executable, __file__], **pipes, text=True, env=env)
         self.pid = self._request("start")
 
-    def start_cell(self, code):
-        """Start a cell without waiting for its end. Return its id."""
-        return self._request("start_cell", code)
+    def start_cell(self, code, *, has_user=True):
+        """Start a cell without waiting for its end. Return its id. `has_user`: whether somebody can answer at a prompt."""
+        return self._request("start_cell", code, has_user)
 
     def wait_for_cell(self, cell):
         """Wait until the cell has ended. Return all its outputs so far."""
@@ -44,9 +44,9 @@ class Kernel:
         """Return the outputs of a cell so far, without waiting for its end."""
         return self._request("outputs_of", cell)
 
-    def run(self, code):
+    def run(self, code, **options):
         """Run a cell and return its outputs."""
-        return self.wait_for_cell(self.start_cell(code))
+        return self.wait_for_cell(self.start_cell(code, **options))
 
     def value(self, code):
         """Return the value of the expression at the end of this cell, which must be its only output."""
@@ -112,8 +112,8 @@ class _Driver:
                 message = self._client.get_iopub_msg(timeout=0.1)
         return self._manager.provisioner.pid
 
-    def start_cell(self, code):
-        cell = self._client.execute(code)
+    def start_cell(self, code, has_user=True):
+        cell = self._client.execute(code, allow_stdin=has_user)
         self._outputs[cell] = []
         return cell
 
@@ -167,6 +167,9 @@ class _Driver:
         outputs = self._outputs[cell]
         if kind == "stream" and outputs and outputs[-1].get("name") == content["name"]:
             outputs[-1]["text"] += content["text"]
+        elif kind == "update_display_data":
+            (shown,) = (output for output in outputs if output.get("transient") == content["transient"])
+            shown["data"] = content["data"]
         else:
             outputs.append({"output_type": kind, **content})
 

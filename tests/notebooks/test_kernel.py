@@ -5,8 +5,6 @@ One kernel, which some tests restart, runs all the tests.
 
 import os
 import re
-import signal
-import time
 
 import pytest
 
@@ -45,6 +43,12 @@ def kernel():
     kernel.close()
 
 
+def interrupt_cell(kernel, cell):
+    """Interrupt the kernel and return the error that the cell ends with, long before `grace_period`."""
+    kernel.interrupt()
+    return kernel.wait_for_cell(cell)[-1]
+
+
 @pytest.fixture
 def start_waiting_cell(kernel, tmp_path, eventually):
     """Start a cell that calls a `wait...` function in two ranks. Return the cell and the pids of ranks and helpers."""
@@ -58,15 +62,6 @@ def start_waiting_cell(kernel, tmp_path, eventually):
     return start
 
 
-def interrupt_cell(kernel, cell):
-    """Interrupt the kernel and return the error that the cell ends with."""
-    before = time.monotonic()
-    kernel.interrupt()
-    error = kernel.wait_for_cell(cell)[-1]
-    assert time.monotonic() - before < 5  # half of grace_period
-    return error
-
-
 def test_a_notebook_looks_into_the_job_of_a_script(kernel, eventually):
     with running() as program:
         find_job(program.pid, eventually)
@@ -78,16 +73,8 @@ def test_a_notebook_looks_into_the_job_of_a_script(kernel, eventually):
         assert program.communicate()[0] == "SUCCEEDED\n"
 
 
-def test_functions_and_globals_of_cells(kernel):
-    kernel.run("scale = 2\ndef inner(x): return x * scale\ndef outer(x): return inner(x) + 1")
-    assert kernel.value("list(mpwatch.run(outer, 2, args=(10,)))") == [21, 21]
-    kernel.run("scale = 3\ndef inner(x): return -x * scale")  # a later cell: the call uses the present definitions
-    assert kernel.value("list(mpwatch.run(outer, 2, args=(10,)))") == [-29, -29]
-    assert kernel.value("[f() for f in mpwatch.run(lambda: lambda: scale, 2)]") == [3, 3]
-
-
 def test_an_interrupt_ends_a_run(kernel, start_waiting_cell):
-    cell, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
+    cell, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,), grace_period=1000)")
     error = interrupt_cell(kernel, cell)
     assert error["ename"] == "KeyboardInterrupt"
     assert sum("/mpwatch/" in frame for frame in error["traceback"]) == 1  # the others are hidden
@@ -136,7 +123,7 @@ task = asyncio.ensure_future(tick())
 
 def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
     """For such a cell ipykernel has its own signal handler, which raises nothing, so the run raises RunFailedError."""
-    cell, processes = start_waiting_cell("await asyncio.sleep(0)\nmpwatch.run(wait, 2, args=(FOLDER,))")
+    cell, processes = start_waiting_cell("await asyncio.sleep(0)\nmpwatch.run(wait, 2, args=(FOLDER,), grace_period=1000)")
     assert interrupt_cell(kernel, cell)["ename"] == "RunFailedError"
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("1 + 1") == 2
@@ -154,18 +141,14 @@ def test_a_group_that_is_not_closed_ends_with_the_kernel(kernel, eventually):
 
 
 @pytest.mark.parametrize(
-    ("how", "call"),
+    ("now", "call"),
     [
-        ("killed", "mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,))"),
-        ("restarted at once", "mpwatch.WorkerGroup(2).run(wait_ignoring_signals, (FOLDER,))"),
-        pytest.param("restarted", "mpwatch.run(wait_with_helper, 2, args=(FOLDER,))", marks=pytest.mark.slow),
+        (True, "mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,))"),  # by SIGKILL
+        pytest.param(False, "mpwatch.WorkerGroup(2).run(wait_with_helper, (FOLDER,))", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_end_when_the_kernel_is(how, call, kernel, start_waiting_cell, eventually):
+def test_ranks_end_when_the_kernel_is_restarted(now, call, kernel, start_waiting_cell, eventually):
     _, processes = start_waiting_cell(call)
-    if how == "killed":
-        os.kill(kernel.pid, signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
-    kernel.restart(now=how != "restarted")
+    kernel.restart(now=now)
+    eventually(lambda: not any(is_alive(pid) for pid in processes))
     assert kernel.run(DEFINITIONS) == []
-    eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)

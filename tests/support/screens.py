@@ -47,13 +47,13 @@ class Emulator:
 class Program:
     """Runs `python ARGS` in a terminal of this size. A context manager."""
 
-    def __init__(self, *args, env, columns=100, rows=30):
+    def __init__(self, *args, env, columns=100, rows=30, cwd=None):
         self.controller_fd, terminal_fd = pty.openpty()
         self.resize(columns, rows)
         self.emulator = Emulator(columns, rows)
         self.output = bytearray()  # all that the program has written
         command = [sys.executable, "-c", LOGIN, sys.executable, *args]
-        self.process = subprocess.Popen(command, stdin=terminal_fd, env={**env, "TERM": "xterm-256color"})
+        self.process = subprocess.Popen(command, stdin=terminal_fd, env={**env, "TERM": "xterm-256color"}, cwd=cwd)
         os.close(terminal_fd)
 
     def __enter__(self):

@@ -1,6 +1,7 @@
 """Tests of Hugging Face accelerate in ranks of mpwatch: in a plain run, and by mpwatch's `notebook_launcher`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,8 @@ def get_accelerate_info():
     return accelerator.num_processes, accelerator.process_index, accelerator.device.type, accelerator.state.backend, total
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("gloo", marks=pytest.mark.slow)])
-def test_accelerate_finds_the_ranks_of_a_plain_run(backend):
-    assert list(mpwatch.run(get_accelerate_info, 2, backend=backend)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
+def test_accelerate_finds_the_ranks_of_a_plain_run():
+    assert list(mpwatch.run(get_accelerate_info, 2)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,6 @@ def test_the_ranks_own_exception_is_raised_after_the_restarts(results):
 
 
 def get_variables(*names):
-    import os
-
     return [os.environ.get(name) for name in names]
 
 
@@ -86,6 +84,20 @@ def test_bad_arguments_are_named(arguments, message):
     with pytest.raises((ValueError, TypeError)) as caught:
         notebook_launcher(print, num_processes=1, **arguments)
     assert str(caught.value).startswith(message)
+
+
+def test_ports_are_free_or_as_given():
+    def my_port():
+        return os.environ["MASTER_PORT"]
+
+    def both():
+        """Return the ports of this run and of a run inside it, which exist at the same time."""
+        return my_port(), notebook_launcher(my_port, num_processes=1)[0]
+
+    assert len({"29500", *notebook_launcher(both, num_processes=1)[0]}) == 3
+    port = str(free_port())
+    assert notebook_launcher(my_port, num_processes=1, use_port=port)[0] == port
+    assert mpwatch.run(my_port, 1, env={"MASTER_PORT": port})[0] == port
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
-"""What docs/how-to/migrate.md promises to a program that moves from torchrun or accelerate: the old one and the new one do the same."""
+"""What docs/how-to/migrate.md promises to a script that moves from torchrun: it finds the same as before."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,17 +11,33 @@ import pytest
 import torch.distributed.elastic.multiprocessing.errors
 
 import mpwatch
-from mpwatch.integrations.accelerate import notebook_launcher
-from support.ports import free_port
-from support.programs import ENV, python
-from trainers.old_ways import NOTEBOOK, SCRIPT
+from support.programs import ENV
 
 QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}
 LOGS = 'max_restarts=1, logs=mpwatch.LogSpec("logs", show=0)'
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
 
 
-# ---- torchrun
+# A script for torchrun. In each attempt rank 1 exits when rank 0 has printed all.
+SCRIPT = """
+import json, os, signal, sys
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_RANK",
+         "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+
+def main():
+    print(json.dumps([sys.argv[1:], {name: os.environ[name] for name in NAMES}]))
+    print("of rank", os.environ["RANK"], file=sys.stderr)
+    sys.stdout.flush(), sys.stderr.flush()
+    mark = "printed in attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if os.environ["RANK"] == "0":
+        open(mark, "w").close()
+        signal.pause()  # until it is stopped
+    while not os.path.exists(mark):
+        os.sched_yield()
+    sys.exit(3)
+
+"""
 
 
 class Job:
@@ -81,42 +95,3 @@ def test_record_of_torch_does_no_harm():
         mpwatch.run(main, 1)
     assert type(caught.value.__cause__) is KeyError
     assert 'raise KeyError("lr")' in caught.value.root_cause.traceback
-
-
-def test_main_exits_like_a_program_that_a_signal_has_killed():
-    program = "import mpwatch, os, signal\nmpwatch.main(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)"
-    assert python("-c", program, check=False).returncode == 128 + signal.SIGKILL
-
-
-# ---- accelerate
-
-
-def read_rank_environments(home):
-    """Run the program with the `notebook_launcher` of this module. Return the port, and what its ranks have found."""
-    with tempfile.TemporaryDirectory() as folder:
-        program, port = Path(folder, "train.py"), str(free_port())
-        program.write_text(NOTEBOOK.replace("LAUNCHER", f"from {home} import notebook_launcher"))
-        (found := Path(folder, "found")).mkdir()
-        python(str(program), str(found), port, cwd=folder, env=QUIET)
-        return port, [json.loads(path.read_text()) for path in sorted(found.iterdir())]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home", ["accelerate", "mpwatch.integrations.accelerate"])
-def test_only_the_import_of_notebook_launcher_changes(home):
-    port, found = read_rank_environments(home)
-    assert found == [[{"lr": 0.1}, [str(rank), "2", "127.0.0.1", port]] for rank in range(2)]
-
-
-def test_ports_are_free_or_as_given():
-    def my_port():
-        return os.environ["MASTER_PORT"]
-
-    def both():
-        """Return the ports of this run and of a run inside it, which exist at the same time."""
-        return my_port(), notebook_launcher(my_port, num_processes=1)[0]
-
-    assert len({"29500", *notebook_launcher(both, num_processes=1)[0]}) == 3
-    port = str(free_port())
-    assert notebook_launcher(my_port, num_processes=1, use_port=port)[0] == port
-    assert mpwatch.run(my_port, 1, env={"MASTER_PORT": port})[0] == port

@@ -1,7 +1,6 @@
 """Faults in the collectives of one rank, and the functions that run them. Rank 1 is the odd one."""
 
 import random
-import sys
 import time
 
 import torch
@@ -15,14 +14,6 @@ def other_shape(is_odd):
     dist.all_reduce(torch.ones(17 if is_odd else 16))
 
 
-def smaller_shape(is_odd):
-    dist.all_reduce(torch.ones(15 if is_odd else 16))
-
-
-def other_dtype(is_odd):
-    dist.all_reduce(torch.ones(16, dtype=torch.float64 if is_odd else torch.float32))
-
-
 def other_operation(is_odd):
     if is_odd:
         dist.broadcast(torch.ones(16), 0)
@@ -30,20 +21,10 @@ def other_operation(is_odd):
         dist.all_reduce(torch.ones(16))
 
 
-def swapped_order(is_odd):
-    calls = [lambda: dist.all_reduce(torch.ones(16)), lambda: dist.broadcast(torch.ones(8), 0)]
-    for call in reversed(calls) if is_odd else calls:
-        call()
-
-
 def missing_call(is_odd):
     if not is_odd:
         dist.all_reduce(torch.ones(16))
     dist.broadcast(torch.ones(8), 0)
-
-
-def extra_call(is_odd):
-    missing_call(not is_odd)
 
 
 def other_group(is_odd):
@@ -61,12 +42,6 @@ def early_return(is_odd):
         dist.all_reduce(torch.ones(16))
 
 
-def early_exit(is_odd):
-    if is_odd:
-        sys.exit(0)
-    dist.all_reduce(torch.ones(16))
-
-
 def uneven_inputs_of_ddp(is_odd):
     """The odd rank has one batch fewer, and returns while the others reduce their gradients."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
@@ -76,28 +51,12 @@ def uneven_inputs_of_ddp(is_odd):
 
 def uneven_inputs_of_fsdp(is_odd):
     """The odd rank has one batch fewer, and returns while the others gather parameters."""
-    train_sharded(nn.Linear(4, 4), 2 if is_odd else 3)
-
-
-def other_model_of_fsdp(is_odd):
-    """The odd rank has a larger model. A sound model comes first: the first use of FSDP takes a second on some ranks."""
-    train_sharded(nn.Linear(4, 4), 1)
-    dist.barrier()
-    train_sharded(nn.Linear(4, 40 if is_odd else 4), 1)
-
-
-def train_sharded(layer, steps):
     from torch.distributed.fsdp import fully_shard  # as long as torch itself: most faults do without
 
-    model = nn.Sequential(layer)
+    model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model)
-    for _ in range(steps):
+    for _ in range(2 if is_odd else 3):
         model(torch.ones(2, 4)).sum().backward()
-
-
-def other_splits(is_odd):
-    """gloo ends a rank that gets more than it expects. Which rank is wrong cannot be known: the recorder has no splits."""
-    dist.all_to_all_single(torch.zeros(6), torch.ones(6), [2, 2, 2], [3, 2, 1] if is_odd else [2, 2, 2])
 
 
 def run_fault(fault):

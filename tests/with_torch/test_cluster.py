@@ -32,21 +32,35 @@ def run(fn, nprocs=1, *, engine=None, nodes=2, **options):
 
 
 class PlannedEngine(cluster.ThreadEngine):
-    """Starts each node with `start_node(call, number)`, which is ThreadEngine's `start` unless a test changes it."""
+    """`plan(start, number)` returns the future of a node: that of `start()`, or another one."""
 
-    def __init__(self):
+    def __init__(self, plan=lambda start, number: start()):
         super().__init__()
-        self.planned = {}
+        self.plan, self.planned = plan, {}
 
     def start(self, call, number):
-        self.planned[number] = self.start_node(call, number)
+        self.planned[number] = self.plan(partial(super().start, call, number), number)
         return self.planned[number]
-
-    def start_node(self, call, number):
-        return super().start(call, number)
 
     def cancel(self, number):
         self.planned[number].cancel()
+
+
+def make_engine_that_loses(count):
+    """Make an engine that loses the first `count` nodes before they have connected."""
+
+    def plan(start, number):
+        if number >= count:
+            return start()
+        lost = Future()
+        lost.set_exception(ConnectionError("the machine is gone"))
+        return lost
+
+    return PlannedEngine(plan)
+
+
+def make_engine_with_room_for(count):
+    return PlannedEngine(lambda start, number: start() if number < count else Future())
 
 
 # ---- A job is as a run on one machine
@@ -119,6 +133,7 @@ def test_view_progress_and_output_come_from_all_nodes(capfd):
     [
         ({"debug": "post_mortem"}, ValueError, "debug='post_mortem': the nodes have no terminal"),
         ({"nodes": 0}, ValueError, "^nodes must be"),
+        ({"rendezvous": "10.0.0.1:1"}, TypeError, "a job on a cluster has no option 'rendezvous'"),
         ({"queue_timeout": 0}, ValueError, "queue_timeout must be a number of seconds, more than 0, not 0"),
         ({"engine": "ray"}, TypeError, r"engine must be an object such as mpwatch\.cluster\.ThreadEngine\(\), not "),
         ({"args": (threading.Lock(),)}, mpwatch.LaunchError, r"args\[0\] is a _thread.lock, which cannot be sent"),
@@ -132,49 +147,29 @@ def test_a_bad_option_is_named(options, error, text):
 # ---- Nodes that are lost
 
 
-class LosingEngine(PlannedEngine):
-    """Loses the first `count` nodes before they have connected."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.count = count
-
-    def start_node(self, call, number):
-        if number >= self.count:
-            return super().start_node(call, number)
-        lost = Future()
-        lost.set_exception(ConnectionError("the machine is gone"))
-        return lost
-
-
 def test_a_node_that_is_lost_before_it_connects_is_replaced():
-    assert list(run(functions.rank, engine=LosingEngine(1))) == [0, 1]
+    assert list(run(functions.rank, engine=make_engine_that_loses(1))) == [0, 1]
 
 
 def test_an_engine_that_can_start_no_node_is_an_error_with_its_reason():
     with pytest.raises(mpwatch.LaunchError, match=r"^the engine could not start node 2: the machine is gone$"):
-        run(functions.rank, engine=LosingEngine(math.inf), nodes=1)
-
-
-class ForgetfulEngine(PlannedEngine):
-    """Loses node 0 when its ranks are called, although the node is alive."""
-
-    def start_node(self, call, number):
-        future = super().start_node(call, number)
-        if number > 0:
-            return future
-        self.gone = Future()
-        return self.gone
-
-    def lose_node(self, event):
-        if isinstance(event, events.CallStarted) and not self.gone.done():
-            self.gone.set_exception(ConnectionError("its machine does not answer"))
+        run(functions.rank, engine=make_engine_that_loses(math.inf), nodes=1)
 
 
 def test_a_node_that_the_engine_has_lost_does_not_go_on():
-    engine = ForgetfulEngine()
-    options = {"nodes": 1, "args": (1,), "max_restarts": 1, "on_event": engine.lose_node}
-    assert list(run(functions.wait_unless_restarted, engine=engine, **options)) == [(0, 1)]
+    """The engine loses node 0 when its ranks are called, although the node is alive."""
+    gone = Future()
+
+    def plan(start, number):
+        future = start()
+        return future if number else gone
+
+    def lose_node(event):
+        if isinstance(event, events.CallStarted) and not gone.done():
+            gone.set_exception(ConnectionError("its machine does not answer"))
+
+    options = {"engine": PlannedEngine(plan), "nodes": 1, "args": (1,), "max_restarts": 1, "on_event": lose_node}
+    assert list(run(functions.wait_unless_restarted, **options)) == [(0, 1)]
 
 
 NODE = """
@@ -188,7 +183,7 @@ with open(out, "wb") as stream:
 """
 
 
-class ProcessEngine(PlannedEngine):
+class ProcessEngine(cluster.ThreadEngine):
     """Starts nodes that are processes, and can kill them. `prepare` is Python code that each node runs first."""
 
     def __init__(self, prepare=""):
@@ -196,8 +191,8 @@ class ProcessEngine(PlannedEngine):
         self.command = [sys.executable, "-c", NODE.replace("PREPARE", prepare)]
         self.processes = []
 
-    def start_node(self, call, number):
-        return super().start_node(partial(self.execute, cloudpickle.dumps(call)), number)
+    def start(self, call, number):
+        return super().start(partial(self.execute, cloudpickle.dumps(call)), number)
 
     def execute(self, call):
         with subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV) as process:
@@ -208,21 +203,20 @@ class ProcessEngine(PlannedEngine):
         return cluster.NodeOutcome(*pickle.loads(answer))
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param((1, 2), marks=pytest.mark.slow)])
-def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog):
+def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(caplog):
     engine, seen, called = ProcessEngine(), [], []
 
-    def kill_all_nodes(event):
+    def kill_both_nodes(event):
         seen.append(event)
         if isinstance(event, events.CallStarted):
             called.append(event)
-            if len(called) == (1 if nodes == 1 else 2):
+            if len(called) == 2:
                 for process in engine.processes:
                     process.kill()
 
-    options = {"args": (1,), "max_restarts": 2, "node_timeout": 2.0, "on_event": kill_all_nodes}
-    result = run(functions.wait_unless_restarted, 2, engine=engine, nodes=nodes, **options)
-    assert list(result) == [(rank, 1) for rank in range(len(result))]
+    options = {"args": (1,), "max_restarts": 2, "node_timeout": 2.0, "on_event": kill_both_nodes}
+    result = run(functions.wait_unless_restarted, engine=engine, nodes=2, **options)
+    assert list(result) == [(rank, 1) for rank in range(2)]
     first, second = result.attempts
     assert (first.root_cause.kind, second.is_counted, result.restarts) == (mpwatch.FailureKind.LOST, True, 1)
     assert [event.restarts_left for event in seen if isinstance(event, events.Restarting)] == [1]
@@ -265,28 +259,17 @@ def test_another_version_of_mpwatch_is_an_error():
 # ---- Nodes that come late, or not at all
 
 
-class SmallEngine(PlannedEngine):
-    """Has room for this number of nodes."""
-
-    def __init__(self, room):
-        super().__init__()
-        self.room = room
-
-    def start_node(self, call, number):
-        return super().start_node(call, number) if number < self.room else Future()
-
-
 def test_a_job_begins_without_nodes_that_do_not_come():
-    assert list(run(functions.rank, engine=SmallEngine(2), nodes=(1, 3), last_call_timeout=1.0)) == [0, 1]
+    assert list(run(functions.rank, engine=make_engine_with_room_for(2), nodes=(1, 3), last_call_timeout=1.0)) == [0, 1]
 
 
 def test_a_cluster_that_begins_no_node_is_an_error():
     text = r"^no node of the job has connected to this program\. The job has waited for 0\.5 s \(queue_timeout\)$"
     with pytest.raises(mpwatch.LaunchError, match=text):
-        run(functions.rank, engine=SmallEngine(0), nodes=1, queue_timeout=0.5)
+        run(functions.rank, engine=make_engine_with_room_for(0), nodes=1, queue_timeout=0.5)
 
 
-class CrowdedEngine(PlannedEngine):
+class CrowdedEngine(cluster.ThreadEngine):
     """Has no room until it was asked this number of times, and starts no node before."""
 
     def __init__(self, questions):
@@ -297,9 +280,9 @@ class CrowdedEngine(PlannedEngine):
         self.questions -= 1
         return "" if self.questions < 0 else "2 other jobs have the machines"
 
-    def start_node(self, call, number):
+    def start(self, call, number):
         assert self.questions < 0
-        return super().start_node(call, number)
+        return super().start(call, number)
 
 
 @pytest.mark.parametrize("questions", [1, pytest.param(22, marks=pytest.mark.slow)])

@@ -1,12 +1,10 @@
 """Cases with torch in which other launchers are known to hang, to leak or to blame the wrong rank."""
 
-import inspect
 import os
 import resource
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +39,7 @@ def run_until_signal(folder):
     assert list(result) == [result.stopped_at] * 2
 
 
+@pytest.mark.slow
 def test_ranks_save_after_a_signal_to_every_process_of_a_job_step(tmp_path, eventually):
     """SLURM sends `--signal=USR1@120` to all processes, workers of DataLoaders included."""
     with subprocess.Popen([sys.executable, *command(run_until_signal, str(tmp_path))], env=ENV) as program:
@@ -52,19 +51,6 @@ def test_ranks_save_after_a_signal_to_every_process_of_a_job_step(tmp_path, even
     assert {"saved0", "saved1"} <= set(os.listdir(tmp_path))
 
 
-def dies_before_the_first_collective():
-    if torch.distributed.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.distributed.all_reduce(torch.ones(3))
-
-
-def test_a_peer_that_is_gone_before_gloo_connects_to_it():
-    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL") as caught:
-        mpwatch.run(dies_before_the_first_collective, 3, backend="gloo", env={"TORCH_GLOO_LAZY_INIT": "1"})
-    assert caught.value.root_cause.rank == 1
-    assert "_get_msg_dict" not in str(caught.value)
-
-
 @pytest.mark.slow
 @in_own_process
 def test_more_small_tensors_than_descriptors():
@@ -72,29 +58,3 @@ def test_more_small_tensors_than_descriptors():
     tensors = [torch.full((3,), float(n)) for n in range(2000)]
     for values in mpwatch.run(lambda tensors: [tensor + 1 for tensor in tensors], 2, args=(tensors,)):
         assert all(torch.equal(value, tensor + 1) for value, tensor in zip(values, tensors, strict=True))
-
-
-def import_torch_in_threads():
-    def value_of(handle):
-        values.append(handle.result()[0])
-
-    handles, values = [mpwatch.submit(_ones, 1) for _ in range(8)], []
-    threads = [threading.Thread(target=value_of, args=(handle,)) for handle in handles]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [value.tolist() for value in values] == [[1.0]] * 8
-
-
-def _ones():
-    import torch
-
-    return torch.ones(1)
-
-
-@pytest.mark.slow
-def test_eight_threads_that_import_torch_by_unpickling_a_value():
-    program = "\n".join(map(inspect.getsource, (_ones, import_torch_in_threads)))
-    start = "import sys, threading, mpwatch\n{}\nassert 'torch' not in sys.modules\nimport_torch_in_threads()"
-    subprocess.run([sys.executable, "-c", start.format(program)], env=ENV, check=True, timeout=100)

@@ -16,23 +16,14 @@ from with_torch.planted_faults import ODD_RANK
 SLOW = pytest.mark.slow
 LINE = r"\(planted_faults\.py:\d+ in \w+(<lambda>)?\)"
 OTHERS = r"ranks? \d[\d, -]*"  # on a busy machine some ranks may not answer in time
-HAS_RETURNED = (
-    rf"has returned, but .* for it in all_reduce #3 \(float32\[16\], default group\) {LINE}; its last collective was "
-)
 # What the first line of the report says of rank 1, and of the other ranks.
 VERDICTS = {
     faults.other_shape: rf"called all_reduce #3 with float32\[17\] {LINE}, {OTHERS} with float32\[16\] {LINE}",
-    # gloo may complete the call of the odd rank, which then has no line
-    faults.smaller_shape: rf"called all_reduce #3 with float32\[15\]( {LINE})?, {OTHERS} with float32\[16\] {LINE}",
-    faults.other_dtype: rf"called all_reduce #3 with float64\[16\] {LINE}, {OTHERS} with float32\[16\] {LINE}",
     faults.other_operation: rf"called broadcast #3 with float32\[16\] {LINE}, {OTHERS} all_reduce #3 with float32\[16\] {LINE}",
-    faults.swapped_order: rf"called broadcast #3 with float32\[8\] \(.*\), {OTHERS} all_reduce #3 with float32\[16\] \(.*\)",
     faults.missing_call: rf"called broadcast #3 with float32\[8\] {LINE}, {OTHERS} all_reduce #3 with float32\[16\] {LINE}",
-    faults.extra_call: rf"called all_reduce #3 with float32\[16\].*, {OTHERS} broadcast #3 with float32\[8\]",
-    faults.early_return: HAS_RETURNED + "all_reduce #2",
-    faults.early_exit: HAS_RETURNED + "all_reduce #2",
+    faults.early_return: rf"has returned, but .* for it in all_reduce #3 \(float32\[16\], default group\) {LINE}; "
+    "its last collective was all_reduce #2",
     faults.uneven_inputs_of_fsdp: rf"has returned, but .* for it in all_gather #\d+ \(float32\[\d+\], default group\) {LINE}",
-    faults.other_model_of_fsdp: rf"called all_gather #\d+ with float32\[\d+\] {LINE}, {OTHERS} with float32\[\d+\] {LINE}",
     faults.uneven_inputs_of_ddp: rf"has returned, but .* for it in all_reduce #\d+ \(float32\[20\], default group\) {LINE}",
 }
 MARKS = {faults.other_shape: (), faults.missing_call: SLOW, faults.early_return: SLOW, faults.uneven_inputs_of_ddp: SLOW}
@@ -76,11 +67,6 @@ def test_the_rank_that_does_not_fit_is_blamed(fault, nprocs):
             2,
             rf"rank 0 called all_reduce #3 with float32\[16\] {LINE}, rank 1 broadcast #3 with float32\[16\] {LINE}\n",
         ),
-        (
-            faults.other_splits,
-            3,
-            r"no rank was seen to fail by itself; .*: rank \d.*gloo ended it: a peer sent more data than it expected",
-        ),
     ],
 )
 def test_all_are_named_and_nobody_is_blamed_if_it_cannot_be_known_who_is_wrong(fault, nprocs, text):
@@ -93,8 +79,10 @@ def test_all_are_named_and_nobody_is_blamed_if_it_cannot_be_known_who_is_wrong(f
 @pytest.mark.slow
 def test_ranks_that_wait_in_different_groups_are_named(caplog):
     """This may be legal: a call may be asynchronous. So the run goes on until its timeout."""
-    with pytest.raises(mpwatch.RunTimeoutError) as failed:
-        mpwatch.run(faults.run_fault, 3, args=(faults.other_group,), backend=gloo(1.0), timeout=20.0)
+    with mpwatch.WorkerGroup(3, backend=gloo(1.0), grace_period=0.5) as group:
+        group.run(faults.load_slowly, (0.0,))  # the start takes longer on a busy machine
+        with pytest.raises(mpwatch.RunTimeoutError) as failed:
+            group.run(faults.run_fault, (faults.other_group,), timeout=8.0)
     text = r"rank 1 waits in all_reduce #1 \(float32\[16\], group 1\) at planted_faults.*, but ranks 0, 2 wait for it in all_reduce"
     assert re.search(text, str(failed.value)), str(failed.value)
     assert re.search(text, caplog.text), caplog.text

@@ -37,7 +37,7 @@ def train(group, states):
     return list(result), result.stopped_at is not None
 
 
-@pytest.mark.parametrize(("nprocs", "instants"), [(2, 10), pytest.param(4, choose(200, 1000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("nprocs", "instants"), [(2, 5), pytest.param(4, choose(200, 1000), marks=pytest.mark.slow)])
 def test_training_that_stops_at_any_instant_goes_on_to_the_same_result(nprocs, instants):
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rng = random.Random(instants)
