@@ -21,7 +21,7 @@ wire:
   abstract classes of a script cannot be sent. pickler.py passes `co_*` to `types.CodeType` in the order of its parameters.
 - exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote it.
 - `co_positions()` has one entry for every two bytes of bytecode: exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
-  exceptions/carets.py assumes that `compile` sets the `co_firstlineno` of a module to 1. Else carets and lines are wrong.
+  It assumes that `compile` sets the `co_firstlineno` of a module to 1. Else carets and lines are wrong.
 """
 
 from __future__ import annotations

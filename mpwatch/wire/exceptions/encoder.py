@@ -9,7 +9,6 @@ order. They are sent one after the other, so that user code that crashes or hang
     locals    with debug="locals", the texts of the frames' variables, which take a `repr` of each.
 """
 
-import ast  # noqa: F401  traceback imports it at its first use, which would make a failure later by 3 ms
 import copyreg
 import marshal
 import traceback

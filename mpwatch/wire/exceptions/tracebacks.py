@@ -1,7 +1,11 @@
 """The frames of a traceback: plain values in the rank, which tblib makes into frames again in the caller.
 
     rank    read_frames       traceback -> [Frame, ...], the outermost first
-    caller  build_traceback   [Frame, ...] -> tblib -> traceback; carets.py adds what tblib lacks
+    caller  build_traceback   [Frame, ...] -> tblib -> traceback
+
+tblib keeps neither the columns of the expression that raised, which Python marks with carets, nor the first line and the
+qualified name of the function, with which pytest and debuggers show it. The code of a frame cannot be changed. So a
+statement that raises at these columns is run with the variables of tblib's frame, and its frame is used.
 
 pytest and IPython hide a frame that has a true `__tracebackhide__`, so this variable is sent, too. The values of other
 variables are sent only with debug="locals", as text (local_variables.py).
@@ -9,11 +13,16 @@ variables are sent only with debug="locals", as text (local_variables.py).
 
 from __future__ import annotations
 
+import ast  # traceback imports it at its first use, which would make a failure later by 3 ms
 from itertools import islice
+from types import CodeType, TracebackType
+
+from mpwatch.wire.exceptions.source_lines import COMMAND
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from collections.abc import Sequence
+    from types import FrameType
     from typing import Any
 
 Frame = dict[str, "Any"]  # the keys are in `_read_frame`, and "locals" if the rank has sent variables
@@ -21,6 +30,8 @@ Frame = dict[str, "Any"]  # the keys are in `_read_frame`, and "locals" if the r
 Span = tuple[int, int, int]
 HIDE_VARIABLE = "__tracebackhide__"
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
+NO_COLUMN = -1  # makes the compiler write no columns
+NO_FIRST_LINE = 0  # of code from a string: Python 3.14 would show lines of the caller's own `python -c` program
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
@@ -62,25 +73,57 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
     return (end, column, end_column) if (start, column) <= (end, end_column) else None
 
 
-def build_traceback(frames: list[Frame]) -> TracebackType | None:
+def build_traceback(frames: Sequence[Frame]) -> TracebackType | None:
+    trace = None
+    made: dict[str, TracebackType] = {}  # a recursion has a thousand equal frames
+    for frame in reversed(frames):
+        key = str(frame)
+        if key not in made:
+            made[key] = _run_again(_compile_raise(frame), _make_frame(frame))
+        trace = TracebackType(trace, made[key].tb_frame, made[key].tb_lasti, frame["line"])
+    return trace
+
+
+def _make_frame(frame: Frame) -> FrameType:
     from tblib import Traceback
 
-    from mpwatch.wire.exceptions.carets import add_carets
+    entry: TracebackType = Traceback.from_dict(
+        {
+            "tb_frame": {
+                "f_globals": {"__name__": frame["module"], "__file__": frame["file"]},
+                "f_locals": frame.get("locals", {}) | ({HIDE_VARIABLE: True} if frame["is_hidden"] else {}),
+                "f_code": {"co_filename": frame["file"], "co_name": frame["name"]},
+                "f_lineno": frame["line"],
+            },
+            "tb_lineno": frame["line"],
+            "tb_next": None,  # linked above: from_dict recurses, and a RecursionError has 1,000 frames
+        }
+    ).as_traceback()
+    return entry.tb_frame
 
-    first = None
-    for frame in reversed(frames):
-        entry = Traceback.from_dict(
-            {
-                "tb_frame": {
-                    "f_globals": {"__name__": frame["module"], "__file__": frame["file"]},
-                    "f_locals": frame.get("locals", {}) | ({HIDE_VARIABLE: True} if frame["is_hidden"] else {}),
-                    "f_code": {"co_filename": frame["file"], "co_name": frame["name"]},
-                    "f_lineno": frame["line"],
-                },
-                "tb_lineno": frame["line"],
-                "tb_next": None,  # linked below: from_dict recurses, and a RecursionError has 1,000 frames
-            }
-        )
-        entry.tb_next = first
-        first = entry
-    return add_carets(first.as_traceback(), frames) if first is not None else None
+
+def _compile_raise(frame: Frame) -> CodeType:
+    line = frame["line"]
+    end, column, end_column = frame["span"] or (line, NO_COLUMN, NO_COLUMN)
+    first = NO_FIRST_LINE if frame["file"] == COMMAND else min(frame["first_line"], line)
+    before = first - 1  # the compiler counts from line 1, until `replace` sets another first line
+    place: Any = {
+        "lineno": line - before,
+        "end_lineno": end - before,
+        "col_offset": column,
+        "end_col_offset": end_column,
+    }
+    module = ast.Module([ast.Raise(ast.Constant(None, **place), None, **place)], [])
+    return compile(module, frame["file"], "exec").replace(
+        co_name=frame["name"], co_qualname=frame["qualname"], co_firstlineno=first
+    )
+
+
+def _run_again(code: CodeType, frame: FrameType) -> TracebackType:
+    trace: Any = None
+    try:
+        exec(code, frame.f_globals, frame.f_locals)  # noqa: S102  it only raises
+    except TypeError as error:  # None is no exception
+        trace = error.__traceback__
+    raised: TracebackType = trace.tb_next  # the first entry is the frame of this function
+    return raised
