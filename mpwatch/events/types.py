@@ -179,20 +179,20 @@ class HeartbeatLate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank(Event):
-    """The other ranks wait for this rank in most collectives of torch.distributed. The run goes on.
+    """The other ranks often wait for this rank in collectives of torch.distributed. The run goes on.
 
     SlowRank is published once for a rank, and again if another rank becomes the slow one. It needs torch 2.13, ranks on one
     node, and `Backend(stall_after=...)` that is not None.
 
     Attributes:
-        lateness: in how many collectives the rank was last, by how much, and where it was.
+        lateness: how long the others wait, and where the rank was meanwhile.
     """
 
     lateness: Lateness
     log_level = WARNING
 
     def __str__(self) -> str:
-        return f"{self.lateness}: the others wait for it"
+        return str(self.lateness)
 
 
 @dataclass(frozen=True, kw_only=True)

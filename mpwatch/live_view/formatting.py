@@ -33,7 +33,7 @@ def is_summarized(snapshot: Snapshot) -> bool:
 
 def format_overall(snapshot: Snapshot) -> str:
     late = (row.status.lateness for row in snapshot.rows if row.status.lateness is not None)
-    slow = [f"rank {each.rank} comes last, by {each.seconds * 1000:.0f} ms" for each in late]
+    slow = [f"rank {each.rank} keeps the others waiting for {_format_percent(each.share)} of the time" for each in late]
     parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot), *slow)
     end = "" if snapshot.elapsed is None else f" after {_format_seconds(snapshot.elapsed)}"
     return "; ".join(filter(None, parts)) + end

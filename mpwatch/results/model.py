@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mpwatch.results.clean_text import clean_line
-from mpwatch.results.collective import DEFAULT_GROUP
 from mpwatch.results.failure import ProcessFailure, format_root_cause
 from mpwatch.wire.shared_memory import Report
 
@@ -60,38 +58,28 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Lateness:
-    """How late the slow rank was: the rank for which the others waited in most collectives of a process group.
+    """The slow rank: the one for which the others wait in the collectives of torch.distributed.
 
-    `str(lateness)` is a sentence such as "rank 3 was last in 940 of 1,000 all_reduces, by 180 ms in the median (data.py:41
-    in load)". mpwatch reads the records of torch's flight recorder every few seconds, so it may not see all collectives.
+    `str(lateness)` is a sentence such as "rank 3 kept the others waiting for 42 % of the time (data.py:41 in load)". mpwatch
+    reads the records of torch's flight recorder every few seconds, so it may not see all collectives.
 
     Attributes:
         rank: the slow rank, as a global rank.
-        times_last: in how many collectives it was the last rank that came.
-        collectives: how many collectives of the group were compared: the latest 1,000 at most.
-        name: the operation of these collectives, such as "all_reduce". It is empty if there were several.
-        group: name of the process group, as in Collective.
-        seconds: the median of the seconds by which the rank came after the rank before it.
+        share: the share of the time that each other rank waits in collectives, at least, beyond what the slow rank waits.
+            The run would take that much less if the slow rank were as quick as the next one.
         place: the line of the user's code where the rank was most often when the others waited for it, such as "data.py:41
             in load". It is empty if it is not known.
         stack: the stack of its main thread there, once, with the most recent call first, in the format of faulthandler.
     """
 
     rank: int
-    times_last: int
-    collectives: int
-    name: str
-    group: str
-    seconds: float
+    share: float
     place: str = ""
     stack: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        group = "" if self.group == DEFAULT_GROUP else f" of group {clean_line(self.group)}"
-        what = f"{self.collectives:,} {self.name or 'collective'}s{group}"
         place = f" ({self.place})" if self.place else ""
-        late = f"by {self.seconds * 1000:.0f} ms in the median{place}"
-        return f"rank {self.rank} was last in {self.times_last:,} of {what}, {late}"
+        return f"rank {self.rank} kept the others waiting for {self.share * 100:.0f} % of the time{place}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from typing import Any
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.to_json import to_json
 
+MAX_COLLECTIVES = 64  # in an answer, which has the collectives that were called last
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankCollectives:

@@ -94,8 +94,8 @@ class RunResult(Sequence[T]):
         stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "StopPolicy(after=3600)". It is
             empty if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
             `stop_cause`, but `stopped_at` is None.
-        slow_rank: the rank for which the others waited in most of the latest collectives, as of the last check. It is None
-            if no rank was slow, if mpwatch is not sure, and on several nodes. See `mpwatch.events.SlowRank`.
+        slow_rank: the rank for which the others often waited in collectives, as of the last check. It is None if no rank
+            was slow, if mpwatch is not sure, and on several nodes. See `mpwatch.events.SlowRank`.
         elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
             WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
         events: the latest 100,000 events of the run, in the order in which the watcher noticed them. It is always empty for

@@ -32,7 +32,7 @@ from mpwatch.os_support.clock import wall_time
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL
 from mpwatch.results.collective import DEFAULT_GROUP, MAX_TENSORS, Collective, CollectiveState
 from mpwatch.results.places import find_user_frame, format_place
-from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.results.rank_collectives import MAX_COLLECTIVES, RankCollectives
 from mpwatch.wire.messages import MessageKind
 from mpwatch.worker import stack_dumps
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from mpwatch.worker.channel import Channel
 
 BATCH_OF_POINT_TO_POINT = "batch_isend_irecv"  # the function of torch.distributed
-MAX_COLLECTIVES = 64  # in an answer, which has the collectives that were called last
 MAX_FRAMES = 50  # in the stack of an answer, the innermost ones
 MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_group")  # older versions of torch lack some
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"

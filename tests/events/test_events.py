@@ -274,7 +274,7 @@ def test_the_collectives_of_a_rank_are_at_the_mark_of_their_recording(tmp_path):
 
 
 AT = {"run_id": "a1b2c3d4e5", "ranks": (0, 1), "time": START, "monotonic": START}
-LATENESS = Lateness(rank=0, times_last=940, collectives=1000, name="all_reduce", group="default", seconds=0.18)
+LATENESS = Lateness(rank=0, share=0.42)
 SOME_EVENTS = [
     *(restarted_run() + failed_run() + moved_node_run()),
     CollectivesRecorded(collectives=(COLLECTIVE, WAITING), **AT),

@@ -19,7 +19,7 @@ from mpwatch.wire.shared_memory import Report
 
 MB = 1_000_000
 DASH = formatting.UNKNOWN
-LATE = Lateness(rank=1, times_last=9, collectives=10, name="", group="default", seconds=0.18)
+LATE = Lateness(rank=1, share=0.42)
 DONE = {"state": WorkerState.SUCCEEDED}
 
 
@@ -99,7 +99,7 @@ WITH_LOSS = [status(rank, 1, metrics={"loss": loss, "lr": 0.1}) for rank, loss i
         ("step 30 of 100 (30 %); 3 ranks running", [status(0, 30), status(1, 20, total=40), status(2, 40, total=None)]),
         ("step 1999 of 2000 (99 %); 1 rank running", [status(0, 1999, total=2000)]),
         ("step 1 of 100 (1 %); loss 3, lr 0.1; 3 ranks running", WITH_LOSS),
-        ("2 ranks running; rank 1 comes last, by 180 ms", [status(0), status(1, lateness=LATE)]),
+        ("2 ranks running; rank 1 keeps the others waiting for 42 % of the time", [status(0), status(1, lateness=LATE)]),
     ],
 )
 def test_the_overall_line(line, statuses):
