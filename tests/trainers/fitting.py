@@ -11,7 +11,6 @@ import warnings
 
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import DataParallelStrategy
 from lightning_fabric.strategies import DDPStrategy as FabricDDP
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -144,10 +143,10 @@ fit_trainer = trainer(
     logger=CSVLogger("logs"),
     enable_checkpointing=True,
     enable_progress_bar=True,
-    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), ModelCheckpoint(), recorder],
+    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), recorder],
 )
 fit_trainer.fit(module, loader(shuffle=True), ckpt_path="last")
-first, second = fit_trainer.checkpoint_callbacks
+checkpoints = fit_trainer.checkpoint_callback
 results["fit"] = {
     "weights": weights(module),
     "recorder": recorder.record,
@@ -157,10 +156,9 @@ results["fit"] = {
         fit_trainer.logged_metrics["loss"].item(),
         fit_trainer.progress_bar_metrics["loss"],
     ],
-    "best": [os.path.isfile(callback.best_model_path) for callback in (first, second)],
-    "score": first.best_model_score.item(),
-    "last": os.path.basename(first.last_model_path),
-    "second": os.path.dirname(second.best_model_path) == second.dirpath,
+    "best": os.path.isfile(checkpoints.best_model_path),
+    "score": checkpoints.best_model_score.item(),
+    "last": os.path.basename(checkpoints.last_model_path),
     "restarts": events[-1].restarts,
 }
 results["predictions"] = torch.cat(fit_trainer.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
@@ -189,7 +187,6 @@ results["fabric_alone"] = get_error_text(fabric.launch)
 
 results["errors"] = {
     "name": get_error_text(lambda: watched("ddp")),
-    "one process": get_error_text(lambda: watched(DataParallelStrategy())),
     "option": get_error_text(lambda: watched(DDPStrategy(), backend="gloo")),
     "sending": get_error_text(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
     "nodes": get_error_text(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),

@@ -42,8 +42,7 @@ def test_ranks_are_children_of_the_caller_and_have_its_random_numbers(results):
 def test_the_callers_trainer_has_the_state_of_rank_0(results):
     fit = results["fit"]
     assert fit["state"] == ["fit", "finished", 3, 12]
-    assert (fit["best"], fit["last"], fit["score"]) == ([True, True], "last.ckpt", fit["metrics"][0])
-    assert fit["second"]
+    assert (fit["best"], fit["last"], fit["score"]) == (True, "last.ckpt", fit["metrics"][0])
 
 
 def test_a_trainer_predicts_after_fit_but_fits_only_once(results):
@@ -68,9 +67,8 @@ def test_fabric_launches_functions_and_nothing_else(results):
 
 def test_bad_strategies_and_options_raise_at_once(results):
     errors = results["errors"]
-    for name in ("name", "one process"):
-        assert errors.pop(name).startswith("TypeError: watched() takes an instance of one of Lightning's strategies")
     expected = {
+        "name": "TypeError: watched() takes an instance of one of Lightning's strategies",
         "option": "TypeError: watched() has no option 'backend'; its options are debug, env, grace_period, ",
         "nodes": "ValueError: watched() starts ranks on one machine, but num_nodes=2",
         "sending": "LaunchError: args[0].lock is a _thread.lock, which cannot be sent to the ranks",
