@@ -1,10 +1,14 @@
 """Tests of the pytest plugin: failures in ranks are reported, even if something else fails or is skipped."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from support.pytest_runs import match_output
+from support.pytest_runs import PLUGIN, match_output
 
 pytest_plugins = "pytester"
+ROOT = Path(__file__).parents[2]
 
 
 def test_no_failure_is_hidden_by_a_skip_or_another_failure(run_pytest):
@@ -148,3 +152,15 @@ def test_one_waits():
     )
     result.assert_outcomes(failed=1)
     match_output(result, "*rank 1 has returned, but rank 0 waits for it in barrier*")
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_output_of_the_example_with_a_process_group(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("CI", raising=False)  # with it, pytest does not shorten texts
+    pytester.copy_example(str(ROOT / "examples" / "test_shards.py"))
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(passed=2, failed=1)
+    shown = re.search(r"= FAILURES =+\n(.*\n)=+ short test summary", result.stdout.str(), re.DOTALL)[1]
+    page = (ROOT / "docs" / "how-to" / "pytest.md").read_text()
+    assert shown in re.findall(r"```text.*?\n(.*?)```", page, re.DOTALL)

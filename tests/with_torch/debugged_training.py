@@ -1,4 +1,4 @@
-"""A program for a terminal: ranks with gloo that come to breakpoints, and one that fails."""
+"""A program for a terminal: ranks with gloo that come to breakpoints."""
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,7 @@ def train_with_torchs_breakpoint():
     return weights.tolist()
 
 
-def fail_in_rank_1():
-    rank = mpwatch.current_worker().rank
-    weights = torch.full((2,), float(rank))
-    if rank == 1:
-        raise ValueError("bad batch")
-    dist.all_reduce(weights)
-
-
 if __name__ == "__main__":
-    with mpwatch.WorkerGroup(4, backend="gloo", debug="post_mortem") as group:
+    with mpwatch.WorkerGroup(4, backend="gloo") as group:
         print("values:", list(group.run(train, args=(10,))), flush=True)
         print("values:", list(group.run(train_with_torchs_breakpoint)), flush=True)
-        try:
-            group.run(fail_in_rank_1)
-        except mpwatch.RunFailedError as error:
-            print(error, flush=True)
