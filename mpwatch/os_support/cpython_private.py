@@ -74,14 +74,12 @@ def get_logging_setup() -> dict[str, Any]:
 
 
 def get_popen(child: BaseProcess) -> Any:
-    """Return the Popen object that `child.start()` has made for the process `child`."""
     # The watcher keeps this object, because the user may close any process in multiprocessing.active_children(). Without
     # this name, keep the object that `_Popen` returns.
     return vars(child)["_popen"]
 
 
 def forget_child(child: BaseProcess) -> None:
-    """Remove a process from the children that `multiprocessing.active_children()` returns."""
     # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
     # active_children(), and the program waits at its end for a rank that cannot be killed.
     mp_process._children.discard(child)

@@ -34,7 +34,6 @@ class ProcessUsage(NamedTuple):
 
 
 def read_process_state(pid: int) -> ProcessState | None:
-    """Read the state of a process. Return None if there is no /proc, or if no process has this pid."""
     try:
         with FileIO(f"/proc/{pid}/status") as file:  # FileIO closes the descriptor if a signal handler raises now
             status = file.read(1 << 14)
@@ -47,8 +46,7 @@ def read_process_state(pid: int) -> ProcessState | None:
 def read_process_usage(pid: int) -> ProcessUsage | None:
     """Return memory and CPU time of a process; the memory of a zombie is 0. None: there is no such process, or no /proc."""
     try:
-        with FileIO(f"/proc/{pid}/stat") as file:
-            fields = file.read(1 << 12).rpartition(b")")[2].split()  # from the third field on, as the second may be any text
+        fields = _read_stat(f"/proc/{pid}/stat")
         user, system, pages = (int(fields[n - 3]) for n in (14, 15, 24))  # as proc(5) numbers them
         return ProcessUsage(pages * os.sysconf("SC_PAGE_SIZE"), (user + system) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
@@ -60,10 +58,15 @@ def is_ending(pid: int) -> bool:
     true from the moment at which others notice the death.
     """
     try:
-        with FileIO(f"/proc/{pid}/task/{pid}/stat") as file:
-            return bool(int(file.read(1 << 12).rpartition(b")")[2].split()[6]) & 0x4)
+        return bool(int(_read_stat(f"/proc/{pid}/task/{pid}/stat")[6]) & 0x4)
     except (OSError, ValueError, IndexError):
         return False
+
+
+def _read_stat(path: str) -> list[bytes]:
+    """Return the fields from the third one on, as the second may be any text."""
+    with FileIO(path) as file:
+        return file.read(1 << 12).rpartition(b")")[2].split()
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:

@@ -28,7 +28,6 @@ else:
 
 
 def name_signal(number: int) -> str:
-    """Return the name of a signal, such as "SIGUSR1", or "signal 40" for a real-time signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -72,7 +71,6 @@ def die_with_writer(pipe: int) -> None:
 
 
 def die_if_ended(pidfds: Iterable[int]) -> None:
-    """Kill the Unix process group of this process if one of the processes of `pidfds` has ended."""
     import select
 
     poll = select.poll()

@@ -103,22 +103,19 @@ class Prompt:
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
                 f"DataLoader (use num_workers=0); {IGNORE_HINT}"
             )
-        with self.lock:
-            if self.connection is None:
-                self.connection = self._connect()
-
-    def _connect(self) -> Connection:
         import socket
         from multiprocessing.connection import Connection
 
         from mpwatch.wire.messages import MessageKind
 
-        ours, theirs = socket.socketpair()
-        with theirs:
-            if not self.channel.send(MessageKind.DEBUGGER, b"visit" if self.is_visited else b"", fd=theirs.fileno()):
-                ours.close()
-                _refuse("the rank is ending, or has closed its channel")
-        return Connection(ours.detach())
+        with self.lock:
+            if self.connection is None:
+                ours, theirs = socket.socketpair()
+                with ours, theirs:
+                    why = b"visit" if self.is_visited else b""
+                    if not self.channel.send(MessageKind.DEBUGGER, why, fd=theirs.fileno()):
+                        _refuse("the rank is ending, or has closed its channel")
+                    self.connection = Connection(ours.detach())
 
     def write(self, text: str) -> int:
         self._text += text
@@ -180,7 +177,6 @@ def _wait_for_end() -> NoReturn:
 
 
 def route_pdb(module: Any, prompt: Prompt) -> None:
-    """Replace the class Pdb by one whose objects read and write through the watcher."""
     import code
     from cmd import Cmd
 

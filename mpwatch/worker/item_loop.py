@@ -23,7 +23,6 @@ _fn: Callable[[Any], object]
 
 
 def load(*, fn: Callable[[Any], object]) -> None:
-    """Keep the function for the next calls of this rank."""
     global _fn
     _fn = fn
 

@@ -291,7 +291,6 @@ def _print_traceback(error: BaseException) -> None:
 
 
 def _exit_without_channel() -> NoReturn:
-    """Exit as a lost rank, since the answer cannot reach the watcher."""
     with suppress(OSError):  # stderr is closed, too
         why = "its function has closed descriptors that it did not open, or too many files are on their way"
         sys.stderr.write(f"mpwatch: the answer of this rank could not be sent: {why}\n")
@@ -322,7 +321,6 @@ def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
 
 
 def _report_exit_blockers(channel: Channel) -> None:
-    """Send to the watcher the names of the non-daemon threads and processes that keep the rank from exiting."""
     blockers = {
         "threads": [
             thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()

@@ -46,8 +46,6 @@ USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
 class WatchedRanks(Protocol):
-    """What the console uses of the Watcher."""
-
     deferred_log: DeferredLog
     output: RankOutput
 
@@ -57,8 +55,6 @@ class WatchedRanks(Protocol):
 
 
 class Prompter(Protocol):
-    """What the console uses of Signals."""
-
     received: list[int]
     is_at_prompt: bool
 
@@ -66,8 +62,6 @@ class Prompter(Protocol):
 
 
 class RankSession:
-    """The connection with the pdb of one rank."""
-
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank = rank
         self.connection = connection
@@ -113,7 +107,6 @@ class DebuggerConsole:
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
-        """Show the prompts of the ranks until no rank waits at a prompt."""
         self._update()
         first = self._choose()
         if first is None:

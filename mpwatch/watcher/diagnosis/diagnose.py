@@ -25,11 +25,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.places import format_raise_location
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.diagnosis.collective_verdict import (
-    CollectiveVerdict,
-    VerdictKind,
-    find_verdict,
-)
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind, find_verdict
 from mpwatch.watcher.diagnosis.death_order import DEATH_LAG_SECONDS
 from mpwatch.watcher.diagnosis.failures import (
     build_hang,
@@ -121,8 +117,6 @@ def _load_values(attempt: AttemptObservations, without: Container[int] = ()) -> 
 
 
 class LoadedValue(NamedTuple):
-    """A return value, or the error that came up while it was rebuilt."""
-
     value: Any
     error: BaseException | None
 

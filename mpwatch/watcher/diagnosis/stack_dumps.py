@@ -142,7 +142,6 @@ def add_source_lines(stacks: str, started_at: float) -> str:
 
 
 def _is_thread_of_mpwatch(block: str) -> bool:
-    """Return whether mpwatch started the thread, and it runs no user code."""
     frames = list(parse_frames(block)) if block.startswith("Thread ") else []
     target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
     is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
@@ -150,7 +149,6 @@ def _is_thread_of_mpwatch(block: str) -> bool:
 
 
 def _cut_at_rank_main(block: str) -> str:
-    """Return the stack up to the frame of mpwatch that called the user's code."""
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line or SCRIPT_FILE in line), len(lines))
     return "\n".join(lines[:end])

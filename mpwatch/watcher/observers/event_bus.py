@@ -42,7 +42,6 @@ class EventBus:
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether an observer, the log or the result uses such events."""
         return (self._keep_events and kind is not Progressed) or self._is_observed(kind)
 
     def publish(
@@ -97,7 +96,6 @@ class EventBus:
             self.outbox.run_all()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state, and publish StateChanged if it is new."""
         if after is not self.state and not self._has_ended:
             before, self.state = self.state, after  # first: after an exception here, no second final state can follow
             self.publish(StateChanged, self.ranks, attempt=_latest_attempt(workers), before=before, after=after)

@@ -6,6 +6,7 @@ STACK_DUMP_SECONDS later. The machines and the CollectiveMonitor ask the ranks, 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
@@ -72,9 +73,9 @@ class StackRequests:
             elif reason := describe_blocked_process(rank.observations):
                 self._stacks[rank.number] = reason
         if self._asked or self._asked_for_collectives:
-            self.call_at(monotonic() + STACK_DUMP_SECONDS, self._answer)
+            self.call_at(monotonic() + STACK_DUMP_SECONDS, partial(self._answer, self._receivers))
         else:
-            self._answer()
+            self._answer(self._receivers)
 
     def add_stacks(self, rank: Rank) -> None:
         if rank in self._asked:
@@ -90,7 +91,7 @@ class StackRequests:
 
     def _answer_if_complete(self) -> None:
         if not self._asked and not self._asked_for_collectives:
-            self._answer()
+            self._answer(self._receivers)
 
     def _take(self, rank: Rank) -> None:
         self._asked.discard(rank)
@@ -98,14 +99,16 @@ class StackRequests:
         if not rank.observations.is_dump_for_report:
             rank.stack_parser.end_dump()
 
-    def _answer(self) -> None:
-        """Answer all requests with what has come so far."""
+    def _answer(self, receivers: list[Callable[[Stacks], object]]) -> None:
+        """Answer these requests with what has come so far, unless they were answered earlier."""
+        if receivers is not self._receivers:
+            return
         for rank in list(self._asked):
             self._take(rank)
         self._asked_for_collectives.clear()
         current = {rank: call for rank, answer in self._collectives.items() if (call := get_current_collective(answer))}
         verdict = find_verdict(self._collectives, self._returned)
-        receivers, self._receivers = self._receivers, []
+        self._receivers = []
         for receive in receivers:
             receive(Stacks(self._stacks, current, verdict.sentence if verdict else ""))
         if receivers:

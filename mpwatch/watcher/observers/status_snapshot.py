@@ -31,7 +31,7 @@ def current_statuses(ranks: Iterable[Rank], pool: ProcessPool) -> list[RankStatu
 
 def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
     statuses = [
-        _final_status(observed, attempt.stopped_at, attempt.ended_at)
+        _build_status(observed, _final_state(observed, attempt.stopped_at), observed.heartbeat, None, attempt.ended_at)
         for attempt in attempts
         for observed in attempt.ranks.values()
     ]
@@ -42,7 +42,7 @@ def _current_status(rank: Rank, pool: ProcessPool) -> RankStatus:
     observed, machine = rank.observations, None if rank.call is None else rank.call.machine
     stopped_at = None if machine is None else machine.stopped_at
     if rank.is_reaped:
-        return _final_status(observed, stopped_at, monotonic())
+        return _build_status(observed, _final_state(observed, stopped_at), observed.heartbeat, None, monotonic())
     phase = rank.phase
     state = STATES.get(phase) if observed.answer is None else None
     if machine is not None and phase is RankPhase.RUNNING and rank.number in machine.heartbeats.late_ranks:
@@ -53,10 +53,6 @@ def _current_status(rank: Rank, pool: ProcessPool) -> RankStatus:
     status = _build_status(observed, state, heartbeat, usage, monotonic())  # time last: no heartbeat is later than that
     late = None if rank.call is None else rank.call.monitor.lateness
     return replace(status, lateness=late) if late is not None and late.rank == rank.number else status
-
-
-def _final_status(observed: RankObservations, stopped_at: float | None, now: float) -> RankStatus:
-    return _build_status(observed, _final_state(observed, stopped_at), observed.heartbeat, None, now)
 
 
 def _final_state(observed: RankObservations, stopped_at: float | None) -> WorkerState:

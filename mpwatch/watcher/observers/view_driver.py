@@ -59,6 +59,11 @@ class ViewDriver:
         self._due_at = 0.0  # when the next update is due
         self._guard(lambda: self._open(make_view))
 
+    def _open(self, make_view: MakeView) -> None:
+        self._view = make_view()
+        if self._view is not None:
+            self._due_at = monotonic() + self._view.period
+
     def seconds_to_next_update(self) -> float | None:
         """Return how long this thread may sleep before the next update. None: until another thread wakes it up."""
         if self._view is None or self._is_asking or self._due_at == math.inf:
@@ -66,8 +71,7 @@ class ViewDriver:
         return max(0.0, self._due_at - monotonic())
 
     def update(self) -> None:
-        view = self._view
-        if view is None:
+        if self._view is None:
             return
         if not self._is_asking and monotonic() >= self._due_at:
             self._is_asking = True
@@ -75,48 +79,40 @@ class ViewDriver:
         if self._statuses is not None:
             shown = [status for status in self._statuses if self._is_shown(status.rank)]
             self._is_asking, self._statuses = False, None
-            self._guard(lambda: self._show(view, shown))
+            self._use(lambda view: self._show(view, shown))
 
     def _receive(self, statuses: Sequence[RankStatus]) -> None:  # in the watcher thread
         self._statuses = statuses
 
     def pause(self) -> None:
         """Leave the terminal to a debugger's prompt or a shell, until the next update."""
-        view = self._view
-        if view is not None:
-            self._guard(view.pause)
+        self._use(lambda view: view.pause())
 
     def resume(self) -> None:
         if self._due_at < math.inf:
             self._due_at = 0.0
 
     def show_end(self, attempt: AttemptObservations) -> None:
-        """Show what one of several attempts has ended with."""
-        view = self._view
-        if view is not None:
-            self._guard(lambda: view.show(final_statuses([attempt])))
+        self._use(lambda view: view.show(final_statuses([attempt])))
 
     def close(self, attempts: Iterable[AttemptObservations]) -> None:
         """Show what the attempts have ended with. If Ctrl-C interrupts this, call it again, to restore the terminal."""
         self.close_with(lambda: final_statuses(attempts))
 
     def close_with(self, list_statuses: Callable[[], Sequence[RankStatus]]) -> None:
-        view = self._view
-        if view is not None:
-            self._guard(lambda: view.close(list_statuses()))
-            self._view = None
-
-    def _open(self, make_view: MakeView) -> None:
-        self._view = make_view()
-        if self._view is not None:
-            self._due_at = monotonic() + self._view.period
+        self._use(lambda view: view.close(list_statuses()))
+        self._view = None
 
     def _show(self, view: View, statuses: Sequence[RankStatus]) -> None:
         view.show(statuses)
         self._due_at = monotonic() + view.period
 
+    def _use(self, use: Callable[[View], None]) -> None:
+        if (view := self._view) is not None:
+            self._guard(lambda: use(view))
+
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call a function that uses the view. If it raises, remove the view, unless the exception ends the run."""
+        """If it raises, remove the view, unless the exception ends the run."""
         try:
             do()
         except USER_ERRORS as error:

@@ -107,7 +107,6 @@ class RankOutput:
             self._thread = thread
 
     def end_rank(self, stdio: StdioFds) -> None:
-        """Drain and close the pipes of a rank when its process group has ended."""
         self._jobs.post(partial(self._end_pipes, stdio.pipes))
 
     def hold(self, *, is_held: bool) -> None:

@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,8 @@ from cores.diagnosis.evidence import LIBRARY
 from mpwatch.results.places import PACKAGE_FOLDER
 from mpwatch.watcher.diagnosis import stack_dumps
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser, cut_frames_of_mpwatch
+from mpwatch.watcher.machine.transitions import RankPhase
+from mpwatch.watcher.observers.stack_requests import StackRequests
 from mpwatch.wire.messages import STACKS_END
 
 MAIN = 0x7F00
@@ -77,6 +81,31 @@ def test_only_what_the_last_request_has_brought_counts():
     assert (parser.is_complete(), parser.is_unanswered(1), parser.dump) == (True, False, (HEAD + OUTERMOST).strip())
     parser.end_dump()
     assert (parser.is_complete(), parser.is_unanswered(parser.dump_count), parser.dump) == (False, False, "")
+
+
+@dataclass(eq=False)
+class SimulatedRank:
+    number: int
+    phase: RankPhase
+    collective_sockets: SimpleNamespace
+    stack_parser: SimpleNamespace
+    observations: SimpleNamespace
+    is_reaped = False
+
+
+def test_a_request_is_not_answered_at_the_deadline_of_an_earlier_one():
+    timers, answers = [], []
+    sockets = SimpleNamespace(ask=lambda: False)
+    parser = SimpleNamespace(end_dump=lambda: None)
+    rank = SimulatedRank(0, RankPhase.RUNNING, sockets, parser, SimpleNamespace(is_dump_for_report=False))
+    requests = StackRequests(lambda _: True, lambda _: "here", lambda _, do: timers.append(do), lambda: None)
+    requests.begin(answers.append, [rank])
+    requests.add_stacks(rank)
+    requests.begin(answers.append, [rank])
+    timers[0]()
+    assert answers == [{0: "here"}]
+    timers[1]()
+    assert answers == 2 * [{0: "here"}]
 
 
 CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}"
