@@ -48,7 +48,8 @@ from mpwatch.watcher.diagnosis.stragglers import (
 from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
-from mpwatch.wire.pickling.return_values import open_value, pack_none
+from mpwatch.wire.pickling.packed import Unpacked
+from mpwatch.wire.pickling.return_values import pack_none
 
 Failures = dict[int, ProcessFailure]  # by rank
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
@@ -129,8 +130,9 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
             raise content
         if content == pack_none():
             return LoadedValue(None, None)
-        kind, unpickler = open_value(content)
-        return LoadedValue(unpickler.load(), None)
+        value = Unpacked(content)
+        kind = value.about
+        return LoadedValue(value.load(), None)
     except decoder.USER_ERRORS as error:  # from the code of the value's classes
         return LoadedValue(None, error if error is content else explain_unloadable_value(kind, error))
 

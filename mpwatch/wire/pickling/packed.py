@@ -70,8 +70,8 @@ class Packed:
         self._pickles.append((self._size, self._numbers))
         self._numbers = []
 
-    def finish(self) -> Self:
-        index = marshal.dumps((self._pickles, [self._write_buffer(buffer) for buffer in self._buffers]))
+    def finish(self, about: str = "") -> Self:
+        index = marshal.dumps((about, self._pickles, [self._write_buffer(buffer) for buffer in self._buffers]))
         end = index + TRAILER.pack(len(index), len(self._buffers))
         self._buffers.clear()
         if self.file is None:
@@ -121,7 +121,7 @@ class Unpacked:
         if buffers and data.readonly:  # the file was copied into a message
             data = memoryview(bytearray(data))
         self._data = data
-        self._pickles, self._places = marshal.loads(data[end - size : end])
+        self.about, self._pickles, self._places = marshal.loads(data[end - size : end])
 
     def __len__(self) -> int:
         return len(self._pickles)

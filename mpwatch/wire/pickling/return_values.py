@@ -1,7 +1,7 @@
 """Pickle return values and exceptions in a rank, and load them in the caller.
 
-A return value has two pickles: the name of its type, and the value. Of what came from the caller's `__main__`, the rank
-sends back only the names, so that the caller gets its own functions and classes (pickler.py).
+Of what came from the caller's `__main__`, the rank sends back only the names, so that the caller gets its own functions and
+classes (pickler.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from types import FunctionType
 
 from mpwatch.wire.pickling.definitions import received
-from mpwatch.wire.pickling.packed import VIEW_REDUCERS, Packed, Unpacked
+from mpwatch.wire.pickling.packed import VIEW_REDUCERS, Packed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,14 +42,6 @@ def pack(value: Any) -> Packed:
 @cache
 def pack_none() -> bytes:
     return _pack(None, _make_plain_pickler).body
-
-
-def open_value(content: bytes | memoryview) -> tuple[str, Unpacked]:
-    """In the caller: return the name of the value's type, and an object whose `load()` rebuilds the value, which can run
-    user code.
-    """
-    unpacked = Unpacked(content)
-    return unpacked.load(0), unpacked
 
 
 def dumps(part: Any) -> bytes:
@@ -84,12 +76,9 @@ def _pack(value: Any, make: MakePickler) -> Packed:
     packed = Packed("mpwatch-value", MAX_INLINE_SIZE)
     try:
         pickler = make(packed, packed.keep)
-        pickler.dump(_get_type_name(type(value)))  # for the error text if the caller cannot rebuild the value
-        packed.end_pickle()
-        pickler.clear_memo()
         pickler.dump(value)
         packed.end_pickle()
-        return packed.finish()
+        return packed.finish(about=_get_type_name(type(value)))  # for the error text if the caller cannot rebuild the value
     except BaseException:
         packed.close()
         raise

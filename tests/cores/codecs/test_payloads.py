@@ -15,7 +15,7 @@ from numpy import ma
 
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.pickling.call_payload import FunctionCall
-from mpwatch.wire.pickling.packed import MIN_BUFFER_SIZE, map_packed
+from mpwatch.wire.pickling.packed import MIN_BUFFER_SIZE, Unpacked, map_packed
 from support.process_state import descriptors
 
 MANY = MIN_BUFFER_SIZE // 8 + 1  # numbers that make a large buffer
@@ -38,7 +38,7 @@ def send_as_argument(thing):
 def send_as_value(thing):
     packed = return_values.pack(thing)
     try:
-        return return_values.open_value(packed.body or map_packed(packed.file.fileno()))[1].load()
+        return Unpacked(packed.body or map_packed(packed.file.fileno())).load()
     finally:
         packed.close()
 
