@@ -22,7 +22,7 @@ from functools import partial
 from logging import WARNING
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from mpwatch.errors import ItemFailedError, LaunchError, RunFailedError, make_error
+from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
 from mpwatch.live_view.item_view import select_item_view
 from mpwatch.options.placement import Cpus, Placement
@@ -228,7 +228,7 @@ def map(
         ordered=ordered,
         on_error=on_error,
     )
-    return item_map.run_in_order() if ordered else item_map.run()
+    return item_map.run()
 
 
 @dataclass(eq=False)
@@ -278,25 +278,16 @@ class ItemMap:
         self._bar: ViewDriver
         self._reports: ViewDriver  # of the ranks
 
-    def run_in_order(self) -> Generator[Any, None, None]:
-        __tracebackhide__ = True
-        waiting: dict[int, Any] = {}
-        with closing(self.run()) as outcomes:
-            for index, outcome in outcomes:
-                waiting[index] = outcome
-                while self._next_index in waiting:
-                    self._next_index += 1
-                    yield waiting.pop(self._next_index - 1)
-
-    def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index of each item with its value or ItemFailure, in the order in which they arrive."""
+    def run(self) -> Generator[Any, None, None]:
+        """Yield the value or the ItemFailure of each item in order, or else with the item's index, as they arrive."""
         __tracebackhide__ = True
         try:
             yield from self._run()
-        except RunFailedError as error:
+        except ItemFailedError as error:
             raise error.with_traceback(None)  # noqa: B904  the same error, without the frames of this module
 
-    def _run(self) -> Generator[IndexedValue, None, None]:
+    def _run(self) -> Generator[Any, None, None]:
+        waiting: dict[int, Any] = {}
         with ExitStack() as stack:
             self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
@@ -309,7 +300,13 @@ class ItemMap:
                 while self._deal():
                     self._receive()
                     outcomes, self._outcomes = self._outcomes, []
-                    yield from outcomes
+                    if not self._ordered:
+                        yield from outcomes
+                        continue
+                    waiting.update(outcomes)
+                    while self._next_index in waiting:
+                        self._next_index += 1
+                        yield waiting.pop(self._next_index - 1)
             except GeneratorExit:
                 # Garbage collection in a thread that `close` waits for: the group ends by itself.
                 if threading.current_thread().name.startswith("mpwatch"):

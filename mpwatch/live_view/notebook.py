@@ -1,12 +1,11 @@
 """The live view in a notebook: a table in the output of the running cell, updated in place. It needs only IPython."""
 
-from collections.abc import Iterable
-from html import escape
 from importlib import import_module
 from typing import Any
 
 from mpwatch.live_view.formatting import COLUMN_TITLES, format_overall, format_row, format_summary, is_summarized
 from mpwatch.live_view.model import Snapshot
+from mpwatch.results.html import make_table
 
 
 class NotebookDisplay:
@@ -32,15 +31,7 @@ class NotebookDisplay:
 def render_html(snapshot: Snapshot) -> str:
     fraction = snapshot.overall.fraction_done
     bar = f'<progress value="{fraction:.4f}" max="1"></progress> ' if fraction is not None else ""
-    caption = f'<caption style="text-align:left">{bar}<b>{escape(format_overall(snapshot))}</b></caption>'
-    if not snapshot.rows:
-        return f"<table>{caption}</table>"
     if is_summarized(snapshot):
-        body = "".join(f"<tr>{_cells('th', [name])}{_cells('td', [text])}</tr>" for name, text in format_summary(snapshot))
-        return f"<table>{caption}<tbody>{body}</tbody></table>"
-    body = "".join(f"<tr>{_cells('td', format_row(row))}</tr>" for row in snapshot.rows)
-    return f"<table>{caption}<thead><tr>{_cells('th', COLUMN_TITLES)}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cells(tag: str, texts: Iterable[str]) -> str:
-    return "".join(f'<{tag} style="text-align:left">{escape(text)}</{tag}>' for text in texts)
+        return make_table(format_overall(snapshot), format_summary(snapshot), bar=bar)
+    rows = [format_row(row) for row in snapshot.rows]
+    return make_table(format_overall(snapshot), rows, head=COLUMN_TITLES if rows else (), bar=bar)

@@ -36,16 +36,10 @@ class Placement:
     gpus: Literal["own"] | None = None
 
     def __post_init__(self) -> None:
-        _check_cpus(self.cpus)
-        check_word("Placement: gpus", self.gpus, ("own",))
-
-
-def _check_cpus(cpus: object) -> None:
-    if cpus is None:
-        return
-    expected = "'cores', 'numa', a function from Worker to the numbers of CPUs, or None"
-    if isinstance(cpus, str):
-        if cpus not in ("cores", "numa"):
+        cpus: object = self.cpus
+        expected = "'cores', 'numa', a function from Worker to the numbers of CPUs, or None"
+        if isinstance(cpus, str) and cpus not in ("cores", "numa"):
             raise ValueError(f"Placement: cpus must be {expected}, not {cpus!r:.200}")
-    else:
-        check_function("Placement: cpus", cpus, expected)
+        if cpus is not None and not isinstance(cpus, str):
+            check_function("Placement: cpus", cpus, expected)
+        check_word("Placement: gpus", self.gpus, ("own",))

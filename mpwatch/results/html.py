@@ -1,7 +1,7 @@
 """Tables and foldable texts in HTML, for notebooks and for the page of a result."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from reprlib import Repr
 
@@ -33,12 +33,17 @@ def make_page(title: str, body: str) -> str:
     return PAGE.format(title=_escape(title), body=body)
 
 
-def make_table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
-    body = "".join(
-        f'<tr><th style="text-align:left">{_escape(name)}</th><td style="text-align:left">{_escape(value)}</td></tr>'
-        for name, value in rows
-    )
-    return f'<table><caption style="text-align:left"><b>{_escape(caption)}</b></caption><tbody>{body}</tbody></table>'
+def make_table(caption: str, rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), bar: str = "") -> str:
+    """`bar` is HTML before the caption. Without a `head`, the first cell of each row is its name."""
+    names = 0 if head else 1
+    body = "".join(f"<tr>{_cells('th', row[:names])}{_cells('td', row[names:])}</tr>" for row in rows)
+    top = f"<thead><tr>{_cells('th', head)}</tr></thead>" if head else ""
+    caption = f'<caption style="text-align:left">{bar}<b>{_escape(caption)}</b></caption>'
+    return f"<table>{caption}{top}<tbody>{body}</tbody></table>"
+
+
+def _cells(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f'<{tag} style="text-align:left">{_escape(text)}</{tag}>' for text in texts)
 
 
 def fold(summary: str, text: str) -> str:
