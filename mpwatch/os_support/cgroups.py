@@ -13,9 +13,7 @@ COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def read_cpu_quota() -> int | None:
-    """Return how many CPUs the cgroup v2 quota allows, rounded up, or None: the smallest `cpu.max` of the cgroup and its
-    parents.
-    """
+    """Return how many CPUs the cgroup v2 and its parents allow, rounded up, or None."""
     quotas = []
     folder = _find_folder("", "cgroup2") or ""
     while folder.startswith("/sys/fs/cgroup"):

@@ -62,9 +62,7 @@ def seal(fd: int) -> None:
 
 
 def map_private(fd: int, size: int) -> memoryview:
-    """Map the beginning of a file into memory that can be written without changing the file, until its last memoryview is
-    deleted, and keeps no descriptor open. Raises OSError.
-    """
+    """Map the beginning of a file until its last memoryview is deleted. Keeps no descriptor open. Raises OSError."""
     import mmap
 
     kind, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -114,9 +112,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
-    """Return the bytes, the descriptors, and whether some were dropped, for example since this process has too many. Raises
-    OSError.
-    """
+    """Return the bytes, the descriptors, and whether some were dropped, as this process has too many. Raises OSError."""
     room = c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
     data, ancillary, flags, _ = channel.recvmsg(size, room, MSG_CMSG_CLOEXEC)
     fds: list[int] = []
@@ -139,9 +135,7 @@ def read_peer(connection: socket.socket) -> tuple[int, int] | None:
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """Within the block, /dev/null is where descriptor 0, 1 or 2 was closed. Else the next file that the program opens would
-    be the stdin of a child.
-    """
+    """Within the block, no descriptor from 0 to 2 is closed. Else the next file would be the stdin of a child."""
     made = []
     try:
         for fd in range(STDERR + 1):
@@ -157,9 +151,7 @@ def open_standard_descriptors() -> Iterator[None]:
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:
-    """Make C's `stdout` line-buffered, and return what flushes it, and only it: a thread that reads from `stdin` holds that
-    lock.
-    """
+    """Return what flushes C's `stdout` alone: a thread that reads from `stdin` holds the lock of that."""
     try:
         import ctypes
 

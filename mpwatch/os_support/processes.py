@@ -54,9 +54,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether the kernel has begun to end this process. It sets PF_EXITING before it closes the files, so this is
-    true from the moment at which others notice the death.
-    """
+    """Return whether others may have noticed the end of this process: PF_EXITING is set before its files are closed."""
     try:
         return bool(int(_read_stat(f"/proc/{pid}/task/{pid}/stat")[6]) & 0x4)
     except (OSError, ValueError, IndexError):
@@ -172,9 +170,7 @@ def group_members(pgid: int) -> list[int]:
 
 
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
-    """Wait until the kernel has removed a thread, some microseconds after `Thread.join`: `os.fork` counts it till then, and
-    warns.
-    """
+    """Wait until the kernel has removed a thread, just after `Thread.join`: `os.fork` counts it till then, and warns."""
     deadline = monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and monotonic() < deadline:
         os.sched_yield()

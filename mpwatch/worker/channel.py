@@ -58,10 +58,7 @@ class Channel:
             time.sleep(RETRY_SECONDS)  # as many files as `ulimit -n` allows are on their way. The watcher receives some soon
 
     def request_stop(self) -> None:
-        """Send STOP_REQUESTED. Any thread and any signal handler may call this method.
-
-        If a signal handler calls this method while a message is being sent, the request is sent after that message.
-        """
+        """Any thread and any signal handler may call this. If it interrupts `send`, the request comes after that message."""
         self._is_stop_unsent = True
         self._send_stop_request()
 
@@ -105,9 +102,7 @@ class Channel:
         return number, message.body[CALL_NUMBER.size :], fds if has_all else None
 
     def detach(self) -> None:
-        """Leave the descriptor open until the rank exits. If user code has closed it, another file may have the same number
-        now.
-        """
+        """Leave the descriptor open: if user code has closed it, another file may have its number now."""
         self._socket.detach()
 
 

@@ -198,9 +198,7 @@ def _is_of_distributed(frame: FrameType) -> bool:
 
 
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of entries with the same sequence number, return only the last one. For a batch of three calls NCCL makes four, one of
-    them for the whole batch, and updates only that.
-    """
+    """Return the last entry of each number: NCCL makes four for a batch of three calls, and updates only the last."""
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
         last.pop(_identify_call(entry), None)  # so that the new entry comes last
@@ -276,9 +274,7 @@ def _format_stack(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add `reduce_op` and `root`, which torch's flight recorder does not have, from the frame that belongs to the
-    collective.
-    """
+    """Add what torch's flight recorder does not have, from the frame of the collective."""
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

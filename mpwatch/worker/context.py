@@ -29,9 +29,7 @@ _is_stop_requested = False  # whether this rank has requested a stop in the pres
 def set_rank(
     fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], object]
 ) -> None:
-    """Make this process a rank. In a process that it forks, `heartbeat`, `report`, `should_stop` and `request_stop` do
-    nothing.
-    """
+    """Make this process a rank. In a process that it forks, its functions do nothing."""
     global _fields, _heartbeats, _stop_reader, _request_stop
     _fields = fields
     _heartbeats = heartbeats
@@ -74,9 +72,7 @@ def current_worker() -> Worker:
 
 
 def choose_part(count: int) -> int:
-    """Return the index of this rank's value in a PerRank. Raises ValueError if there is neither one for each rank of the job
-    nor one for each rank of this node.
-    """
+    """Return the index of this rank's value in a PerRank. Raises ValueError."""
     worker = current_worker()
     if count == worker.world_size:
         return worker.rank

@@ -143,9 +143,7 @@ def _preload(names: tuple[str, ...]) -> BaseException | None:
 def _serve(
     channel: Channel, deferred_signals: DeferredSignals, preload_error: BaseException | None, *, capture_locals: bool
 ) -> None:
-    """Run and answer calls until the watcher sends SHUTDOWN or closes the channel. If a module of `preload` cannot be
-    imported, the first call fails.
-    """
+    """Run and answer calls until no more will come. If a module of `preload` cannot be imported, the first call fails."""
     pid = os.getpid()
     has_returned = False
     while True:

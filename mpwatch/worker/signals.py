@@ -25,9 +25,7 @@ from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
-    """Defers signals between `defer` and `restore`, in the main thread. `memory` has the number of the call interrupted
-    last.
-    """
+    """Defers signals between `defer` and `restore`, in the main thread. `memory`: see `read_interrupted_call`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory

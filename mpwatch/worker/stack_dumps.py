@@ -46,9 +46,7 @@ visit: Callable[[FrameType | None], object] = lambda _: False  # noqa: E731  ope
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Make this rank write its stack dumps into this pipe. Return the identifier of the main thread. If the function passes
-    a file to `faulthandler.enable`, the stack of a crash goes there.
-    """
+    """Make this rank write its stacks into this pipe. Return the identifier of the main thread."""
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
     faulthandler.enable = _enable_for_user

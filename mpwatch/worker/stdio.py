@@ -33,9 +33,7 @@ def move_stderr(stderr_fd: int) -> bytes:
 
 
 def leave_terminal() -> None:
-    """Give up the controlling terminal: the kernel would silently stop the rank, a background process, when it reads from
-    /dev/tty. Inherited descriptors of the terminal keep working.
-    """
+    """Give up /dev/tty: the kernel would silently stop the rank, a background process, when it reads from there."""
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:

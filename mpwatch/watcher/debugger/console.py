@@ -264,17 +264,18 @@ class DebuggerConsole:
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            self._watcher.suspend_limits(are_suspended=True)
-            stack.callback(self._watcher.suspend_limits, are_suspended=False)
-            self._output.hold(is_held=True)
-            stack.callback(self._output.hold, is_held=False)
+        self._watcher.suspend_limits(are_suspended=True)
+        self._output.hold(is_held=True)
+        try:
             if view is not None:
                 view.pause()
             with suppress(Exception):  # a stream of the user's own may raise anything
                 if not in_notebook() and not sys.stdout.isatty():
                     sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
             yield
+        finally:
+            self._output.hold(is_held=False)
+            self._watcher.suspend_limits(are_suspended=False)
 
     def _show_output(self, session: RankSession) -> None:
         """Show the captured output of all ranks, then the output of pdb in `session`. Make `session` the current session."""

@@ -52,8 +52,7 @@ class DeathClock:
     def record_message(self, stamp: float) -> None:
         """Move recent deaths to before `stamp`, of a message FAILING that was just read, but not before earlier stamps.
 
-        A message may come long after its time stamp, as after a prompt of a debugger. Then a death of an earlier wake-up
-        stays where it is.
+        A message may come long after its stamp, as after a prompt. Deaths of earlier wake-ups then stay as they are.
         """
         limit = stamp
         self._drop_old_deaths(monotonic())

@@ -57,10 +57,7 @@ class StdioFds:
 
 @dataclass(eq=False)
 class OutputPipe:
-    """The watcher's end of the pipe of one stream, and its log file. `stderr_tail` is None for stdout.
-
-    Only the output thread uses it.
-    """
+    """The output thread's end of the pipe of one stream, and its log file. `stderr_tail` is None for stdout."""
 
     fd: int
     file_fd: int | None

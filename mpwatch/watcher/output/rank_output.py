@@ -114,9 +114,7 @@ class RankOutput:
         self._jobs.post(partial(setattr, self, "_is_held", is_held))
 
     def drain_all(self, timeout: float | None) -> bool:
-        """Wait until all that the ranks have written is in the log files and the caller's streams. Return False after
-        `timeout`.
-        """
+        """Wait until the log files and the caller's streams have all that was written. Return False after `timeout`."""
         if self._thread is None:
             return True
         done = threading.Event()

@@ -32,10 +32,7 @@ class Sink(Protocol):
 
 
 def open_sink(stream: IO[str] | None) -> Sink | None:
-    """Return a sink for sys.stdout or sys.stderr, or for what has replaced it. None: there is no open stream.
-
-    Call this in the caller's thread: in a notebook, its contextvars determine in which cell the output appears.
-    """
+    """Return None if there is no open stream. For the caller's thread, whose contextvars choose the cell of a notebook."""
     if stream is None:
         return None
     try:
