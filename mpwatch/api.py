@@ -202,7 +202,7 @@ def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any)
     make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)
-    from mpwatch.nodes.run import run_multi_node
+    from mpwatch.nodes.run_controller import run_multi_node
 
     return run_multi_node(spec, make_view, **details)
 

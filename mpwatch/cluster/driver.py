@@ -29,7 +29,6 @@ import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.node import NodeSpec, run_node
-from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
@@ -45,6 +44,7 @@ from mpwatch.watcher.observers.event_bus import call_observers
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
+FIRST_REPORT_SECONDS = 10.0  # of what the job waits for; then after 20, 40, 80, ... seconds
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 ROOM_PERIOD = 0.5  # seconds between two questions to the engine what it waits for
 ERROR_LINES = 8  # of the end of the text of an engine's error
@@ -86,6 +86,28 @@ class _Node:
         if self.group_rank is None:
             return []
         return make_lost_failures(LostNode(self.group_rank, self.hostname, self.ranks[0], len(self.ranks), reason))
+
+
+class QueueWait:
+    """One wait until the cluster starts the first node, which can take days in its queue. `timeout` is `queue_timeout`."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout, self._began_at = timeout, monotonic()
+        self.deadline = math.inf if timeout is None else self._began_at + timeout
+        self.report_at = self._began_at + FIRST_REPORT_SECONDS
+
+    def report(self, what: str) -> None:
+        """Log a warning, if one is due. `what` is such as "the cluster has 1 free node, but the job needs 2"."""
+        now = monotonic()
+        if now >= self.report_at:
+            waited = now - self._began_at
+            self.report_at = now + waited
+            limit = "without limit" if self._timeout is None else f"for up to {self._timeout:g} s"
+            text = "%s. The job has waited for %.0f s, and waits %s (queue_timeout)"
+            log_now(logging.WARNING, text, what, waited, limit)
+
+    def make_error(self, what: str) -> mpwatch.LaunchError:
+        return mpwatch.LaunchError(f"{what}. The job has waited for {self._timeout:g} s (queue_timeout)")
 
 
 class Driver:

@@ -32,7 +32,6 @@ from enum import Enum, auto
 from random import random
 
 from mpwatch.nodes.job_decision import JobAttempt, describe_stop
-from mpwatch.nodes.job_options import describe_difference
 from mpwatch.nodes.job_verdict import find_job_verdicts, format_job_stall, read_records
 from mpwatch.nodes.messages import (
     AttemptDecision,
@@ -147,7 +146,7 @@ class Coordinator:
             return [Send(number, Refused(f"job {self._run_id!r} is over", may_retry=True))]
         self._required = self._required or (info.hostname, info.options)
         hostname, options = self._required
-        if reason := describe_difference(info.options, options, info.hostname, f"{hostname}, which came first"):
+        if reason := _describe_difference(info.options, options, info.hostname, f"{hostname}, which came first"):
             self._refusal = f" Node {info.hostname} was refused: {reason}"
             return [Send(number, Refused(f"job {self._run_id!r}: {reason}"))]
         seconds = info.join_timeout if info.seconds_left is None else min(info.join_timeout, info.seconds_left)
@@ -410,3 +409,15 @@ class Coordinator:
 def _sort_key(member: _Member) -> tuple[float, bool]:
     """By the rank that was set; else the node of the coordinator comes first, and the others as they have come."""
     return math.inf if member.info.rank is None else member.info.rank, not member.info.is_host
+
+
+def _describe_difference(ours: Mapping[str, str], theirs: Mapping[str, str], our_name: str, their_name: str) -> str:
+    """Return an error text about the first option that differs between two nodes, or "" if none differs."""
+    for name, value in ours.items():
+        their_value = theirs.get(name, "nothing")
+        if their_value != value:
+            return (
+                f"the nodes of the job disagree about {name}: {value} on {our_name}, {their_value} on {their_name}. Make the"
+                " same call on all nodes, with the same versions of mpwatch and torch"
+            )
+    return ""

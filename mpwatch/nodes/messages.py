@@ -51,7 +51,7 @@ class NodeInfo:
     seconds_left: float | None
     """Until the run's `timeout`, or None if it has none."""
     options: Mapping[str, str]
-    """Those that must be the same on all nodes, see job_options.py."""
+    """Those that must be the same on all nodes, see `list_job_options`."""
 
 
 @dataclass(frozen=True, slots=True)

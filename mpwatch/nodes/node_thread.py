@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.nodes.address import is_loopback
 from mpwatch.nodes.coordinator import Coordinator
 from mpwatch.nodes.frames import Loop, close_all
-from mpwatch.nodes.job_options import list_job_options
 from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.joining import Joining, NodeConnection
 from mpwatch.nodes.messages import (
@@ -57,6 +57,7 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.os_support.signals import name_signal
 from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.version import __version__
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.machine.transitions import (
     NO_LEASE,
@@ -89,6 +90,25 @@ def make_coordinator(spec: WorkerSpec[Any], *, has_own_node: bool) -> Coordinato
     assert spec.rendezvous is not None
     required = (platform.node(), list_job_options(spec)) if has_own_node else None
     return Coordinator(spec.rendezvous, spec.policy, stall_after=spec.torch_backend.stall_after, required=required)
+
+
+def list_job_options(spec: WorkerSpec[Any]) -> dict[str, str]:
+    """Return those that must be the same on all nodes of a job."""
+    rendezvous = spec.rendezvous
+    assert rendezvous is not None
+    least, most = rendezvous.min_nodes, rendezvous.max_nodes
+    options = {
+        "the function": spec.fn_name,
+        "nnodes": f"{least} to {most}" if least < most else least,
+        "max_restarts": spec.policy.max_restarts,
+        "backend": spec.torch_backend.name,
+        "timeout": spec.timeout,
+        "stall_after": spec.torch_backend.stall_after,
+        "node_timeout": f"{rendezvous.node_timeout:g}",
+        "the version of mpwatch": __version__,
+        "the version of torch": version("torch"),
+    }
+    return {name: str(value) for name, value in options.items()}
 
 
 class NodeThread:
