@@ -68,7 +68,7 @@ from mpwatch.watcher.machine.transitions import (
     StopRequested,
 )
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
+from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -125,7 +125,6 @@ class NodeThread:
         self._joining = Joining(spec.rendezvous, self._make_connection, self._make_server)
         self._machine = NodeMachine()
         self._connection: NodeConnection | None = None
-        self._port_socket: socket.socket | None = None  # keeps the port reserved
         self._updates: deque[NodeUpdate] = deque()
         self._beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
         self._heard_at = self._beat_at = 0.0
@@ -271,8 +270,6 @@ class NodeThread:
         await close_all([] if connection is None else [connection])
         if self._joining.server is not None:
             await self._joining.server.close()
-        if self._port_socket is not None:
-            self._port_socket.close()
 
     def _end_turn(self, outcome: bool | Exception) -> None:
         if not self._turn.done():
@@ -308,7 +305,7 @@ class NodeThread:
             run_id=self._rendezvous.run_id,
             hostname=platform.node(),
             address=self._rendezvous.local_addr or (self._joining.endpoint.host if is_host else own_address),
-            port=self._reserve_port(),
+            port=self._watcher.reserve_port(),
             nprocs=self._spec.nprocs,
             role=self._spec.role,
             rank=self._rendezvous.rank,
@@ -401,16 +398,9 @@ class NodeThread:
 
     def _send(self, message: MessageToCoordinator) -> None:
         if isinstance(message, AttemptReport):
-            message = replace(message, port=self._reserve_port())
+            message = replace(message, port=self._watcher.reserve_port())
         if self._connection is not None:
             self._connection.send(encode_message(message))
-
-    def _reserve_port(self) -> int:
-        # The new port is reserved before the old port is released, so the two differ.
-        earlier, self._port_socket = self._port_socket, reserve_port()
-        if earlier is not None:
-            earlier.close()
-        return int(self._port_socket.getsockname()[1])
 
     def _make_server(self, listener: socket.socket) -> Server:
         host, port = listener.getsockname()[:2]

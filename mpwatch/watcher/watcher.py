@@ -90,17 +90,22 @@ class Watcher:
         All ranks together get a new MASTER_PORT. Some ranks get the present one.
         """
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
-            # the new port is reserved before the old one is released, so the two differ
-            earlier, self._port_socket = self._port_socket, reserve_port()
-            if earlier is not None:
-                earlier.close()
-        port = self._port_socket.getsockname()[1]
+            port = self.reserve_port()
+        else:
+            port = self._port_socket.getsockname()[1]
         run_id = self._event_bus.run_id
         workers = build_workers(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
         setups = build_rank_setups(self._spec, workers)
         known = {worker.rank: worker for worker in self.workers}
         self.workers = tuple((known | {setup.worker.rank: setup.worker for setup in setups}).values())
         return setups
+
+    def reserve_port(self) -> int:
+        """Return another port than before. One thread calls this."""
+        earlier, self._port_socket = self._port_socket, reserve_port()
+        if earlier is not None:
+            earlier.close()
+        return int(self._port_socket.getsockname()[1])
 
     def post(self, method: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Make the watcher thread call a method of `loop`. Any thread and any signal handler may call this."""
