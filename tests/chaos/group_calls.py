@@ -1,7 +1,7 @@
 """Histories of calls of a WorkerGroup, each made from a seed: which ranks each call needs, what they do, who stops it.
 
 `run_history` runs one in this process, and returns the errors: outcomes that mpwatch does not promise. Each rank gets its own
-number by PerRank. The calls need random ranks. They come from `submit` and, in a thread, from `run`.
+number by PerRank. The calls need random ranks.
 """
 
 import os
@@ -16,7 +16,7 @@ from mpwatch import PerRank, RunFailedError, WorkerState
 
 NPROCS = 3
 ACTIONS = ["returns"] * 12 + ["raises"] * 2 + ["waits"] * 2 + ["is_killed", "exits"]
-FIRST_OF_CALL = {"raises": "ValueError", "exits": "SystemExit"}
+CAUSES = {"raises": "ValueError", "exits": "SystemExit", "is_killed": signal.SIGKILL}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class PlannedCall:
     ranks: tuple[int, ...]
     action: str
     culprit: int
-    by_run: bool
     pause: float  # seconds before the call is made
     stop_after: float | None  # seconds from the call to `stop`, or to `cancel` if is_cancelled
     is_cancelled: bool
@@ -39,12 +38,11 @@ def make_history(seed):
     for number in range(dice.randint(5, 25)):
         ranks = tuple(sorted(dice.sample(range(NPROCS), dice.choice([1, 1, 2, NPROCS]))))
         action = dice.choice(ACTIONS)
-        by_run = action != "waits" and dice.random() < 0.2
-        is_stopped = action == "waits" or (not by_run and dice.random() < 0.15)
+        is_stopped = action == "waits" or dice.random() < 0.15
         stop_after = dice.choice([0.0, 0.001, 0.02]) if is_stopped else None
         pause = dice.choice([0.0, 0.0, 0.0, 0.001, 0.01])
         is_cancelled = is_stopped and action != "waits" and dice.random() < 0.5
-        calls.append(PlannedCall(number, ranks, action, dice.choice(ranks), by_run, pause, stop_after, is_cancelled))
+        calls.append(PlannedCall(number, ranks, action, dice.choice(ranks), pause, stop_after, is_cancelled))
     return calls
 
 
@@ -72,9 +70,6 @@ def run_history(calls):
         for planned in calls:
             time.sleep(planned.pause)
             args = (planned, PerRank([100 * planned.number + rank for rank in planned.ranks]))
-            if planned.by_run:
-                futures[planned] = threads.submit(group.run, act, args, ranks=planned.ranks)
-                continue
             futures[planned] = handle = group.submit(act, args, ranks=planned.ranks)
             if planned.stop_after is not None:
                 threads.submit(stop_later, handle, planned)
@@ -90,10 +85,7 @@ def run_history(calls):
 
 def stop_later(handle, planned):
     time.sleep(planned.stop_after)
-    if planned.is_cancelled:
-        handle.cancel()
-    else:
-        handle.terminate()
+    (handle.cancel if planned.is_cancelled else handle.terminate)()
 
 
 def find_error(planned, outcome, calls):
@@ -103,11 +95,9 @@ def find_error(planned, outcome, calls):
         return "it hangs"
     if isinstance(outcome, RunFailedError):
         return find_error_of_failure(planned, outcome, calls)
-    if planned.action != "returns":
-        return "it has returned"
     owns = {rank: own for rank, (_, own, _) in outcome.return_values.items()}
-    expected = {rank: 100 * planned.number + rank for rank in planned.ranks}
-    return None if owns == expected else f"the values are {owns}"
+    is_right = planned.action == "returns" and owns == {rank: 100 * planned.number + rank for rank in planned.ranks}
+    return None if is_right else f"it has returned {owns}"
 
 
 def find_error_of_failure(planned, error, calls):
@@ -124,21 +114,16 @@ def find_error_of_failure(planned, error, calls):
         return None  # it was interrupted
     if root.rank != planned.culprit or planned.action in ("returns", "waits"):
         return f"the root cause is {text}"
-    if planned.action == "is_killed":
-        return None if root.signal == signal.SIGKILL else f"it was not killed: {text}"
-    expected = FIRST_OF_CALL[planned.action]
-    found = type(error.__cause__).__name__
-    return None if found == expected else f"the cause is {found}: {text}"
+    found = root.signal or type(error.__cause__).__name__
+    return None if found == CAUSES[planned.action] else f"the cause is {found}: {text}"
 
 
 def find_wrong_order(outcomes):
-    """Calls of the same process of a rank run in their order, `run` in another thread excepted."""
-    errors = []
-    by_run = {planned.number for planned in outcomes if planned.by_run}
-    for planned, outcome in outcomes.items():
-        if not isinstance(outcome, Exception):
-            for rank, (_, _, numbers) in outcome.return_values.items():
-                submitted = [number for number in numbers if number not in by_run]
-                if submitted != sorted(set(submitted)):
-                    errors.append(f"call {planned.number}: rank {rank} has run the calls {numbers}")
-    return errors
+    """Calls of the same process of a rank run in their order."""
+    ran = [(planned.number, outcome) for planned, outcome in outcomes.items() if not isinstance(outcome, Exception)]
+    return [
+        f"call {number}: rank {rank} has run the calls {numbers}"
+        for number, outcome in ran
+        for rank, (_, _, numbers) in outcome.return_values.items()
+        if numbers != sorted(set(numbers))
+    ]

@@ -141,11 +141,11 @@ def _find_guardians(pid: int) -> list[int]:
 
 def _find_leftovers(mark: str, evidence: Evidence) -> None:
     left = _find_marked(mark)  # the resource tracker of multiprocessing may still be about to exit
-    evidence.left_at_exit = [_describe(pid, command) for pid, command in left.items() if "resource_tracker" not in command]
+    evidence.left_at_exit = [f"{pid}: {command}" for pid, command in left.items() if "resource_tracker" not in command]
     while left and time.monotonic() < evidence.exited_at + EXIT_SECONDS:
         os.sched_yield()
         left = _find_marked(mark)
-    evidence.left_later = [_describe(*process) for process in left.items()]
+    evidence.left_later = [f"{pid}: {command}" for pid, command in left.items()]
     evidence.cleaned_up_at = time.monotonic()
 
 
@@ -164,14 +164,6 @@ def _read_command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
-def _describe(pid: int, command: str) -> str:
-    try:
-        state, parent, group, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
-    except OSError:
-        return f"{pid}, which has just exited: {command[:120]}"
-    return f"{pid} (state {state}, parent {parent}, group {group}, session {session}): {command[:120]}"
-
-
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -179,9 +171,13 @@ def _kill(pid: int) -> None:
 
 def _dump_stacks(program: subprocess.Popen, mark: str, folder: Path) -> str:
     """Let a program that hangs write its stacks, and return them with the processes that are left."""
-    lines = [f"it had not exited after {TIMEOUT:g} s"]
     program.send_signal(signal.SIGCONT)
     program.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks
     _wait_for_exit(program.pid, 1.0)
-    lines += [_describe(*process) for process in _find_marked(mark).items()]
-    return "\n".join([*lines, (folder / "err").read_text(errors="replace")[-8000:]])
+    return "\n".join(
+        [
+            f"it had not exited after {TIMEOUT:g} s",
+            *_find_marked(mark).values(),
+            (folder / "err").read_text(errors="replace")[-8000:],
+        ]
+    )

@@ -18,7 +18,7 @@ from chaos.histories import Fault, make_history, make_interrupted_restarts, make
 from chaos.judge import find_errors, find_leftovers, seconds_over_limit
 
 SEED = int(os.environ.get("MPWATCH_CHAOS_SEED", "1"))
-HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "12"))
+HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "10"))
 INSTANTS = int(os.environ.get("MPWATCH_CHAOS_INSTANTS", "2"))
 LONGEST_START = 0.9  # seconds: within this time all ranks of a program run, and more
 LONGEST_RESTARTS = 1.2  # seconds of restarts, each of which takes a twentieth of a second

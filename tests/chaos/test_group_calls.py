@@ -10,7 +10,7 @@ import pytest
 from chaos.group_calls import make_history, run_history
 
 SEED = int(os.environ.get("MPWATCH_CHAOS_SEED", "1"))
-HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "12"))
+HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "5"))
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + HISTORIES))

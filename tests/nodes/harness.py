@@ -295,15 +295,9 @@ class Job:
 
     def _accept_rank(self, server):
         connection = self._stack.enter_context(server.accept()[0])
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._read_introduction, bytearray()))
-
-    def _read_introduction(self, introduction, connection):
-        data = connection.recv(1 << 16)
-        introduction += data
-        if data and not data.endswith(b"\n"):
-            return
-        self._selector.unregister(connection)
-        if not data:  # the rank ended before it had introduced itself
+        with connection.makefile("rb") as lines:
+            introduction = lines.readline()
+        if not introduction.endswith(b"\n"):  # the rank ended before it had introduced itself
             return
         process = RankProcess(connection, json.loads(introduction))
         self.processes.append(process)

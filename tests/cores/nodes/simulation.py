@@ -1,7 +1,7 @@
-"""Simulate a job of many nodes without a network, with any faults.
+"""Simulate a job of many nodes without a network, with any faults, in virtual time.
 
 The Coordinator and the machines of the nodes are real. The network and the ranks are simulated: messages come in order and
-late, and the ranks of a node start, fail, return and stop together. Time is virtual. The coordinator runs on none of the nodes.
+late, and the ranks of a node start, fail, return and stop together. The coordinator runs on none of the nodes.
 """
 
 import heapq
@@ -126,7 +126,6 @@ class Node:
             self.stop(AttemptOutcome.SUCCEEDED)
 
     def stop(self, outcome):
-        """Stop the ranks. The node reports `outcome`, or nothing if that is None."""
         if self.is_alive and self.ranks in (Ranks.STARTING, Ranks.RUNNING):
             self.ranks = Ranks.STOPPING
             if outcome is AttemptOutcome.FAILED:
@@ -161,9 +160,6 @@ class Node:
     def fail_rank(self):
         if self.ranks is Ranks.RUNNING:
             self.stop(AttemptOutcome.FAILED)
-
-    def kill(self):
-        self.end()
 
     def suspend(self, seconds):
         """Suspend the node and its ranks. The coordinator gives it up after TIMEOUT."""
@@ -209,14 +205,15 @@ class Node:
         self.is_alive = False
         self.job.lose(self.connection, "its connection has ended")
 
+    kill = end
+
 
 class SimulatedJob:
     """All nodes of a job, the network, the coordinator, and the clock."""
 
-    def __init__(self, n, *, nprocs=2, nnodes=None, max_restarts=10**6, work=60.0, seed=0):
+    def __init__(self, n, *, nnodes=None, max_restarts=10**6, work=60.0, seed=0):
         self.now, self._ticket, self._heap = 0.0, itertools.count(), []
-        self.rng = random.Random(seed)
-        self.nprocs, self.work = nprocs, work
+        self.rng, self.work = random.Random(seed), work
         self.messages, self.overlaps, self.decisions = 0, [], []
         self._check_at = None  # when the next deadline of the coordinator is checked
         rendezvous = Rendezvous("n00000", "job", nnodes or n, node_timeout=TIMEOUT, last_call_timeout=1.0)
@@ -242,9 +239,7 @@ class SimulatedJob:
     def connect(self, node):
         number = len(self._connections)
         self._connections.append(node)
-        info = messages.NodeInfo(
-            "job", node.name, node.name, 1, self.nprocs, "default", None, False, 10.0, JOIN_TIMEOUT, None, {}
-        )
+        info = messages.NodeInfo("job", node.name, node.name, 1, 2, "default", None, False, 10.0, JOIN_TIMEOUT, None, {})
         self._deliver(number, lambda: self.act(self.coordinator.join(number, info, self.now)))
         return number
 
@@ -258,7 +253,7 @@ class SimulatedJob:
             self._deliver(connection, lambda: self.act(self.coordinator.lose(connection, reason, self.now)))
 
     def _deliver(self, connection, call, *, is_to_node=False):
-        """Call it a little later, but after what was sent before in this direction. A cut delays it."""
+        """In order of what was sent in this direction. A cut delays it."""
         sent_at = max(self.now, self.cuts.get(connection, 0.0))
         at = max(sent_at + self.rng.uniform(0.0, LATENCY), self._arrivals.get((connection, is_to_node), 0.0))
         self._arrivals[connection, is_to_node] = at
@@ -287,11 +282,8 @@ class SimulatedJob:
 
     def note_overlap(self, node):
         """Note ranks of another attempt that still run when a node starts its ranks."""
-        self.overlaps += [
-            (self.now, node.name, other.name)
-            for other in self.alive()
-            if other.has_ranks and other.world != node.start.attempt
-        ]
+        others = [other for other in self.alive() if other.has_ranks and other.world != node.start.attempt]
+        self.overlaps += [(self.now, node.name, other.name) for other in others]
 
     def run(self, until=3600.0):
         while self._heap and self.now < until and not self.is_over():

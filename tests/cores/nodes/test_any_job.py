@@ -14,11 +14,9 @@ MESSAGES_OF_A_FAILURE = 10  # for each node: failing, stop, report, decision and
 TIMES = st.floats(0.0, 90.0, allow_nan=False).map(lambda seconds: round(seconds, 1))
 NODE = st.integers(0, NODES - 1)
 SEEDS = st.integers(0, 3)
+FAILURE, KILL, LEAVE = (st.tuples(st.just(kind), TIMES, NODE) for kind in ("fail_rank", "kill", "leave"))
 FAULTS = st.one_of(
-    FAILURE := st.tuples(st.just("fail_rank"), TIMES, NODE),
-    FAILURE,
-    st.tuples(st.just("kill"), TIMES, NODE),
-    st.tuples(st.just("leave"), TIMES, NODE),
+    *(FAILURE, FAILURE, KILL, LEAVE),
     st.tuples(st.just("join"), TIMES, st.integers(10, 12)),
     st.tuples(st.just("suspend"), TIMES, NODE, st.sampled_from([2.0, 9.0, 11.0, 12.0, 14.0, 16.0, 25.0, 40.0])),
     st.tuples(st.just("cut"), TIMES, NODE, st.sampled_from([2.0, 11.0, 14.0, 20.0, 40.0])),
@@ -44,7 +42,7 @@ def run_history(least, max_restarts, faults, seed):
     return job.run()
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.integers(1, NODES), st.integers(0, 2), st.lists(FAULTS, max_size=7), SEEDS)
 @example(1, 0, [("suspend", 1.0, 0, 16.0), ("env_seconds", 0.0, 0, 1.0)], 0)
 @example(1, 0, [("suspend", 0.0, 0, 25.0), ("cut", 0.0, 0, 20.0)], 0)
@@ -63,13 +61,7 @@ def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
 
 
 @settings(max_examples=50)
-@given(
-    TIMES,
-    st.integers(1, NODES),
-    st.integers(0, 2),
-    st.lists(st.tuples(st.just("fail_rank"), TIMES, NODE), max_size=3),
-    SEEDS,
-)
+@given(TIMES, st.integers(1, NODES), st.integers(0, 2), st.lists(FAILURE, max_size=3), SEEDS)
 def test_no_node_waits_for_others_if_all_leave(at, least, max_restarts, failures, seed):
     job = run_history(least, max_restarts, [*failures, *(("leave", at, node) for node in range(NODES))], seed)
     assert job.is_over()
@@ -97,7 +89,7 @@ def test_all_nodes_stop_at_the_same_step(requests, seed):
 
 
 @settings(max_examples=50)
-@given(REQUESTS, st.lists(st.tuples(st.sampled_from(["fail_rank", "kill"]), TIMES, NODE), max_size=3), SEEDS)
+@given(REQUESTS, st.lists(FAILURE | KILL, max_size=3), SEEDS)
 def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
     job = run_history(NODES // 2, 2, [*requests, *faults], seed)
     assert job.is_over()
@@ -123,7 +115,7 @@ def test_a_node_that_still_waits_at_the_end_is_refused_and_then_told_no_more():
     assert job.coordinator.handle_deadline(job.now + 5.0) == []
 
 
-@pytest.mark.parametrize("n", [2, 100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, 100])
 def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
     quiet, job = SimulatedJob(n), SimulatedJob(n)
     for number in range(3):
@@ -131,14 +123,3 @@ def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
     assert {node.decision.next_step for node in job.run().nodes.values()} == {NextStep.DONE}
     assert len(job.decisions) == 4
     assert job.messages - quiet.run().messages <= 3 * MESSAGES_OF_A_FAILURE * n
-
-
-def test_a_job_of_a_hundred_nodes_survives_ranks_and_nodes():
-    job = SimulatedJob(100, nnodes=(90, 100))
-    job.after(20.0, job.nodes[7].fail_rank)
-    for number in (0, 1, 99):
-        job.after(60.0, job.nodes[number].kill)
-    alive = job.run().alive()
-    assert {node.decision.next_step for node in alive} == {NextStep.DONE}
-    assert len(alive) == 97
-    assert job.now < 60.0 + job.work + 3 * TIMEOUT

@@ -8,14 +8,7 @@ from mpwatch import FailureKind, ProcessFailure, RestartPolicy
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
 from mpwatch.nodes.frames import MAX_BYTES
 from mpwatch.nodes.job_decision import JobAttempt
-from mpwatch.nodes.messages import (
-    AttemptOutcome,
-    AttemptReport,
-    NextStep,
-    NodeInfo,
-    RankRecord,
-    encode_message,
-)
+from mpwatch.nodes.messages import AttemptOutcome, AttemptReport, NextStep, NodeInfo, RankRecord, encode_message
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import add_summary
 from mpwatch.results.rank_collectives import RankCollectives
@@ -36,26 +29,15 @@ def report(node, outcome, *failures, **details):
 def decide(*reports, policy=ONCE, sizes=None, host=None, lost_nodes=(), newcomers=0, min_nodes=None, stop_cause="", **facts):
     """Decide about an attempt of nodes with one rank each, unless `sizes` has other numbers."""
     reports, lost = dict(reports), dict(lost_nodes)
-    nodes = range(len(reports.keys() | lost.keys()))
-    sizes = sizes or dict.fromkeys(nodes, 1)
-    attempt = JobAttempt(
-        infos=[
-            NodeInfo("job", f"host{node}", "", 1, sizes.get(node, 1), "default", None, node == host, 10.0, 600.0, None, {})
-            for node in nodes
-        ],
-        failure_order=[node for node, of_node in reports.items() if of_node.outcome is AttemptOutcome.FAILED],
-        reports=reports,
-        lost=lost,
-        **facts,
-    )
+    nodes, sizes = range(len(reports.keys() | lost.keys())), sizes or {}
+    infos = [
+        NodeInfo("job", f"host{node}", "", 1, sizes.get(node, 1), "default", None, node == host, 10.0, 600.0, None, {})
+        for node in nodes
+    ]
+    failed = [node for node, of_node in reports.items() if of_node.outcome is AttemptOutcome.FAILED]
+    attempt = JobAttempt(infos=infos, failure_order=failed, reports=reports, lost=lost, **facts)
     least = len(nodes) if min_nodes is None else min_nodes
-    budget = RestartBudget(policy)
-    return attempt.decide(policy, budget, min_nodes=least, newcomers=newcomers, stop_cause=stop_cause)
-
-
-def refuse(of_node, reason):
-    node, known = of_node
-    return node, replace(known, no_restart_reason=reason)
+    return attempt.decide(policy, RestartBudget(policy), min_nodes=least, newcomers=newcomers, stop_cause=stop_cause)
 
 
 OK0, OK1 = report(0, "SUCCEEDED"), report(1, "SUCCEEDED")
@@ -69,75 +51,60 @@ AWAY1 = report(1, "STOPPED", missing_ranks=(MISSING,))
 STOPPED_FIRST = {"was_stopped_for_newcomers": True, "newcomers": 1}
 
 
-@pytest.mark.parametrize(
-    ("reports", "facts", "blamed", "next_step"),
-    [
-        pytest.param([OK0, OK1], {}, -1, DONE, id="all have succeeded"),
-        pytest.param([OWN0, STOPPED1], {}, 0, FAILED, id="one rank has failed"),
-        pytest.param([VICTIM0, OWN1], {}, 1, FAILED, id="a victim was first"),
-        pytest.param([RESET0, OWN1], {}, 1, FAILED, id="a rank that may be a victim was first"),
-        pytest.param([RESET0, STOPPED1], {}, 0, FAILED, id="a rank that may be a victim is alone"),
-        pytest.param([WAITED0, AWAY1], {}, 1, FAILED, id="a rank of another node was waited for"),
-        pytest.param([VICTIM0, AWAY1], {}, 0, FAILED, id="nobody has waited when connections broke"),
-        pytest.param([SILENT0, AWAY1], {}, 1, FAILED, id="a silent rank that had waited for a missing one"),
-        pytest.param([SILENT0, STOPPED1], {}, 0, FAILED, id="a silent rank that had waited for nobody"),
-        pytest.param([SILENT0], {"lost_nodes": {1: "gone"}}, 1, FAILED, id="a silent rank that had waited for a lost node"),
-        pytest.param([OWN0], {"lost_nodes": {1: "gone"}}, 0, FAILED, id="an own failure beside a lost node"),
-        pytest.param([STOPPED1], {"lost_nodes": {0: "gone"}, "min_nodes": 1}, 0, RESTART, id="enough nodes remain"),
-        pytest.param([VICTIM0, STOPPED1], STOPPED_FIRST, -1, RESTART, id="stopped for a newcomer, with a victim"),
-        pytest.param([WAITED0, AWAY1], STOPPED_FIRST, -1, RESTART, id="stopped for a newcomer, while ranks waited"),
-        pytest.param([OWN0, STOPPED1], STOPPED_FIRST, 0, FAILED, id="stopped for a newcomer, with an own failure"),
-    ],
-)
+BLAME = {
+    # the reports, what else is known: the rank that is blamed, the next step
+    "all have succeeded": ([OK0, OK1], {}, -1, DONE),
+    "one rank has failed": ([OWN0, STOPPED1], {}, 0, FAILED),
+    "a victim was first": ([VICTIM0, OWN1], {}, 1, FAILED),
+    "a rank that may be a victim was first": ([RESET0, OWN1], {}, 1, FAILED),
+    "a rank that may be a victim is alone": ([RESET0, STOPPED1], {}, 0, FAILED),
+    "a rank of another node was waited for": ([WAITED0, AWAY1], {}, 1, FAILED),
+    "nobody has waited when connections broke": ([VICTIM0, AWAY1], {}, 0, FAILED),
+    "a silent rank that had waited for a missing one": ([SILENT0, AWAY1], {}, 1, FAILED),
+    "a silent rank that had waited for nobody": ([SILENT0, STOPPED1], {}, 0, FAILED),
+    "a silent rank that had waited for a lost node": ([SILENT0], {"lost_nodes": {1: "gone"}}, 1, FAILED),
+    "an own failure beside a lost node": ([OWN0], {"lost_nodes": {1: "gone"}}, 0, FAILED),
+    "enough nodes remain": ([STOPPED1], {"lost_nodes": {0: "gone"}, "min_nodes": 1}, 0, RESTART),
+    "stopped for a newcomer, with a victim": ([VICTIM0, STOPPED1], STOPPED_FIRST, -1, RESTART),
+    "stopped for a newcomer, while ranks waited": ([WAITED0, AWAY1], STOPPED_FIRST, -1, RESTART),
+    "stopped for a newcomer, with an own failure": ([OWN0, STOPPED1], STOPPED_FIRST, 0, FAILED),
+}
+
+
+@pytest.mark.parametrize(("reports", "facts", "blamed", "next_step"), BLAME.values(), ids=BLAME)
 def test_the_rank_that_failed_first_is_blamed(reports, facts, blamed, next_step):
     decision = decide(*reports, **facts)
-    assert (decision.root_cause_rank, decision.next_step) == (blamed, next_step)
+    assert (decision.root_cause_rank, decision.next_step, decision.is_restart_counted) == (blamed, next_step, False)
     if decision.failures and blamed >= 0 and not facts.get("lost_nodes"):
         assert decision.failures[0]["rank"] == blamed
-    assert not decision.is_restart_counted
 
 
+BROKEN, UNMADE = "node 0 (host0): KeyError: of retry_if", "node 0 (host0): ValueError: of env"
 BROKEN0 = report(0, "ABORTED", OWN, reason="KeyError: of retry_if")
 UNMADE0 = report(0, "ABORTED", reason="ValueError: of env")
-TIMED_OUT0 = report(0, "TIMED_OUT", reason="timeout: rank 0 had not returned")
-TOO_FEW = "node 1 (host1) was lost: gone"
+TIMED_OUT = [report(0, "TIMED_OUT", reason="timeout: rank 0 had not returned"), report(1, "STOPPED", unfinished=(1,))]
+LATE_RANKS = "node 0 (host0): timeout: rank 0 had not returned; on other nodes rank 1 had not returned"
+HOST_LOST = {"lost_nodes": {1: "gone"}, "min_nodes": 1, "host": 1}
+NO_HOST = "the coordinator ran on node 1 (host1), and the others cannot go on without it"
+STOP, STOP_CAUSE = "a stop was requested (SIGUSR1)", {"stop_cause": "SIGUSR1"}
 
 
 @pytest.mark.parametrize(
     ("reports", "facts", "blamed", "reason", "no_restart_reason"),
     [
-        ([BROKEN0, STOPPED1], {}, 0, "node 0 (host0): KeyError: of retry_if", "node 0 (host0): KeyError: of retry_if"),
-        ([UNMADE0, STOPPED1], {}, -1, "node 0 (host0): ValueError: of env", ""),
-        (
-            [TIMED_OUT0, report(1, "STOPPED", unfinished=(1,))],
-            {},
-            -1,
-            "node 0 (host0): timeout: rank 0 had not returned; on other nodes rank 1 had not returned",
-            "",
-        ),
-        (
-            [OK0],
-            {"lost_nodes": {1: "gone"}, "min_nodes": 1, "host": 1},
-            1,
-            f"{TOO_FEW}; the coordinator ran on node 1 (host1), and the others cannot go on without it",
-            "the coordinator ran on node 1 (host1), and the others cannot go on without it",
-        ),
-        ([OWN0, STOPPED1], {"stop_cause": "SIGUSR1"}, 0, "", "a stop was requested (SIGUSR1)"),
-        (
-            [STOPPED1],
-            {"lost_nodes": {0: "gone"}, "min_nodes": 1, "stop_cause": "SIGUSR1"},
-            0,
-            None,
-            "a stop was requested (SIGUSR1)",
-        ),
+        ([BROKEN0, STOPPED1], {}, 0, BROKEN, BROKEN),
+        ([UNMADE0, STOPPED1], {}, -1, UNMADE, ""),
+        (TIMED_OUT, {}, -1, LATE_RANKS, ""),
+        ([OK0], HOST_LOST, 1, f"node 1 (host1) was lost: gone; {NO_HOST}", NO_HOST),
+        ([OWN0, STOPPED1], STOP_CAUSE, 0, "", STOP),
+        ([STOPPED1], {"lost_nodes": {0: "gone"}, "min_nodes": 1, **STOP_CAUSE}, 0, None, STOP),
     ],
 )
 def test_the_reason_why_a_job_ends_without_a_restart_is_named(reports, facts, blamed, reason, no_restart_reason):
     decision = decide(*reports, **{"policy": AGAIN, **facts})
-    assert (decision.next_step, decision.root_cause_rank) == (FAILED, blamed)
+    assert (decision.next_step, decision.root_cause_rank, decision.is_restart_counted) == (FAILED, blamed, False)
     assert decision.reason == reason or reason is None
     assert decision.no_restart_reason == no_restart_reason
-    assert not decision.is_restart_counted
 
 
 @pytest.mark.parametrize(
@@ -149,7 +116,6 @@ def test_the_reason_why_a_job_ends_without_a_restart_is_named(reports, facts, bl
         ([OK0], {"lost_nodes": {1: "gone"}, "min_nodes": 1}, RESTART, 1, False),
         ([VICTIM0, STOPPED1], STOPPED_FIRST, RESTART, 1, False),
     ],
-    ids=["a failure", "a failure, and a newcomer", "too few nodes remain", "enough nodes remain", "a newcomer"],
 )
 def test_a_restart_is_counted_unless_nodes_come_or_enough_remain(reports, facts, next_step, left, is_counted):
     decision = decide(*reports, policy=AGAIN, **facts)
@@ -160,7 +126,7 @@ def test_the_policy_is_asked_about_the_rank_that_is_blamed():
     """If `retry_if` is a function, its answer about the victim counts: it has seen no other failure."""
     hangs, others = (RestartPolicy(1, retry_if=[kind]) for kind in (FailureKind.HANG, FailureKind.EXCEPTION))
     by_function = RestartPolicy(1, retry_if=lambda _: False)
-    refused = refuse(WAITED0, "it is not wanted")
+    refused = 0, replace(WAITED0[1], no_restart_reason="it is not wanted")
     assert decide(refused, AWAY1, policy=hangs).next_step is RESTART
     assert decide(WAITED0, AWAY1, policy=others).no_restart_reason
     assert decide(refused, AWAY1, policy=by_function).no_restart_reason == "it is not wanted"
@@ -178,22 +144,10 @@ def test_a_decision_with_many_long_failures_fits_into_a_message():
 # --- collectives of all nodes: ranks 0 and 1 on node 0, rank 2 on node 1
 
 
-def make_call(name, sequence=1, *, elements=16, is_over=False, world=3):
-    return Collective(
-        name=name,
-        sequence=sequence,
-        group="default",
-        ranks=tuple(range(world)),
-        input_shapes=((elements,),),
-        input_dtypes=("float32",),
-        state=CollectiveState.COMPLETED if is_over else CollectiveState.WAITING,
-        seconds=60.0,
-    )
-
-
-def make_record(rank, *call, has_returned=False, **details):
-    answer = RankCollectives(collectives=(make_call(*call, **details),), torch_rank=rank)
-    return RankRecord(rank, has_returned, answer.to_json(), 100 + rank)
+def make_record(rank, name, sequence=1, *, elements=16, state=CollectiveState.WAITING):
+    sizes = {"input_shapes": ((elements,),), "input_dtypes": ("float32",)}
+    call = Collective(name=name, sequence=sequence, group="default", ranks=(0, 1, 2), state=state, seconds=60.0, **sizes)
+    return RankRecord(rank, False, RankCollectives(collectives=(call,), torch_rank=rank).to_json(), 100 + rank)
 
 
 def encode(rank, **facts):
@@ -207,19 +161,18 @@ HUNG = encode(2, kind=FailureKind.HANG, stack="where it was")
 REDUCING = [make_record(rank, "all_reduce") for rank in (0, 1)]
 REDUCING_AGAIN = [make_record(rank, "all_reduce", 2) for rank in (0, 1)]
 ODD = [make_record(2, "all_reduce", elements=17)]
-LATE = [make_record(2, "broadcast", is_over=True)]
+LATE = [make_record(2, "broadcast", state=CollectiveState.COMPLETED)]
 RETURNED = [replace(LATE[0], has_returned=True)]
 
 
-def decide_on_collectives(failures, first, second, more=(), **facts):
-    of_first = report(0, "FAILED", *failures, waited_for_other_nodes=VICTIM in failures, collectives=tuple(first))
+def decide_on_collectives(failure, first, second, **facts):
+    of_first = report(0, "FAILED", failure, waited_for_other_nodes=failure is VICTIM, collectives=tuple(first))
     missing = {"missing_ranks": (HUNG,)} if second is LATE else {}
-    of_second = report(1, "FAILED" if more else "STOPPED", *more, collectives=tuple(second), **missing)
-    return decide(of_first, of_second, sizes={0: 2}, **facts)
+    return decide(of_first, report(1, "STOPPED", collectives=tuple(second), **missing), sizes={0: 2}, **facts)
 
 
 @pytest.mark.parametrize(
-    ("failures", "first", "second", "kind", "summary"),
+    ("failure", "first", "second", "kind", "summary"),
     [
         (ABORTED, REDUCING, ODD, "MISMATCH", "called all_reduce #1 with float32[17], ranks 0-1 with float32[16]"),
         (VICTIM, REDUCING_AGAIN, RETURNED, "MISMATCH", "has returned, but ranks 0-1 wait for it in all_reduce #2 "),
@@ -227,9 +180,9 @@ def decide_on_collectives(failures, first, second, more=(), **facts):
     ],
     ids=["another collective", "returned", "late"],
 )
-def test_a_rank_whose_collectives_do_not_fit_those_of_other_nodes_is_blamed(failures, first, second, kind, summary):
+def test_a_rank_whose_collectives_do_not_fit_those_of_other_nodes_is_blamed(failure, first, second, kind, summary):
     """Gloo aborts a rank that is not to blame."""
-    decision = decide_on_collectives([failures], first, second)
+    decision = decide_on_collectives(failure, first, second)
     blamed = decode_failure(decision.failures[0])
     assert (decision.next_step, decision.root_cause_rank, blamed.rank) == (FAILED, 2, 2)
     assert (blamed.kind, blamed.is_secondary) == (FailureKind[kind], False)
@@ -240,13 +193,7 @@ def test_a_rank_whose_collectives_do_not_fit_those_of_other_nodes_is_blamed(fail
     assert all(failure["is_secondary"] for failure in decision.failures[1:])
 
 
-@pytest.mark.parametrize(
-    ("failure", "facts"),
-    [
-        pytest.param(CRASHED, {}, id="a rank has crashed"),
-        pytest.param(ABORTED, {"lost_nodes": {2: "silent"}}, id="a node is lost"),
-    ],
-)
+@pytest.mark.parametrize(("failure", "facts"), [(CRASHED, {}), (ABORTED, {"lost_nodes": {2: "silent"}})])
 def test_a_failure_of_its_own_comes_before_a_mismatch(failure, facts):
-    decision = decide_on_collectives([failure], REDUCING, ODD, **facts)
+    decision = decide_on_collectives(failure, REDUCING, ODD, **facts)
     assert (decision.root_cause_rank, decision.failures[0]) == (0, failure)

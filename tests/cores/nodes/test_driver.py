@@ -29,6 +29,7 @@ class Node(Framing):
     def __init__(self, server, number):
         super().__init__(b"secret", is_server=False)
         self.socket = socket.create_connection(("127.0.0.1", server.port))
+        self.close = self.socket.close
         self.socket.sendall(self.greeting)
         while not self.is_greeted:
             list(self.feed(self.socket.recv(1 << 16)))
@@ -37,15 +38,9 @@ class Node(Framing):
     def send(self, *message):
         self.socket.sendall(self.encode(pickle.dumps(message)))
 
-    def close(self):
-        self.socket.close()
-
 
 def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(server, eventually):
-    def count_descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
-    before = count_descriptors()
+    before = len(os.listdir("/proc/self/fd"))
     for number in range(3):
         with closing(Node(server, number)) as node:
             kind, of_node, (hostname, link) = server.messages.get()
@@ -59,7 +54,7 @@ def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(server, eve
                 while node.socket.recv(1 << 16):
                     pass
             assert server.messages.get() == ("closed", number, link)
-    eventually(lambda: count_descriptors() == before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
 def test_nodes_wait_while_the_driver_is_behind(server, monkeypatch):

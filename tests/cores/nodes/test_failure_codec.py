@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 
 from cores.nodes.samples import make_value
 from mpwatch import FailureKind, ProcessFailure
-from mpwatch.nodes.failure_codec import (
-    MAX_FAILURE_BYTES,
-    decode_failure,
-    encode_failure,
-)
+from mpwatch.nodes.failure_codec import MAX_FAILURE_BYTES, decode_failure, encode_failure
 from mpwatch.nodes.json_codec import InvalidMessageError, dump_json
 
 SENT = {field.name for field in fields(ProcessFailure)} - {"exception"}
@@ -43,13 +39,13 @@ def raise_and_catch(error, cause=None):
         return caught
 
 
-def encode(error):
-    return json.loads(dump_json(encode_failure(make_failure(exception=error))))
+def through_json(failure):
+    return json.loads(dump_json(encode_failure(failure)))
 
 
 def send(error):
     """Return the exception as another node gets it."""
-    return decode_failure(encode(error)).exception
+    return decode_failure(through_json(make_failure(exception=error))).exception
 
 
 class OwnError(ValueError):
@@ -68,12 +64,12 @@ def make_chain():
 def test_every_field_of_a_failure_arrives():
     hints = get_type_hints(ProcessFailure)
     sent = make_failure(**{name: make_value(hints[name]) for name in SENT})
-    back = decode_failure(json.loads(dump_json(encode_failure(sent))))
+    back = decode_failure(through_json(sent))
     for field in fields(ProcessFailure):
         assert getattr(sent, field.name) != field.default or field.name == "exception"
         assert getattr(back, field.name) == getattr(sent, field.name)
     bare = make_failure(pid=None)
-    assert decode_failure(json.loads(dump_json(encode_failure(bare)))) == bare
+    assert decode_failure(through_json(bare)) == bare
 
 
 def test_a_received_exception_is_caught_by_its_builtin_base_and_printed_as_on_the_sending_node():
@@ -92,12 +88,9 @@ def test_a_received_exception_is_caught_by_its_builtin_base_and_printed_as_on_th
 def test_groups_and_contexts_arrive():
     inner = raise_and_catch(OwnError(1, why="in a group"))
     inner.__context__ = KeyError("while")
-    group = BaseExceptionGroup("some", [inner, ExceptionGroup("more", [TypeError("t")]), KeyboardInterrupt()])
-    first, second, third = send(raise_and_catch(group)).exceptions
-    assert isinstance(first, ValueError)
-    assert isinstance(first.__context__, KeyError)
-    assert isinstance(second.exceptions[0], TypeError)
-    assert isinstance(third, KeyboardInterrupt)
+    first, second = send(raise_and_catch(BaseExceptionGroup("some", [inner, KeyboardInterrupt()]))).exceptions
+    assert (isinstance(first, ValueError), isinstance(first.__context__, KeyError)) == (True, True)
+    assert isinstance(second, KeyboardInterrupt)
 
 
 def test_an_exception_that_resists_encoding_arrives():
@@ -112,18 +105,17 @@ def test_an_exception_that_resists_encoding_arrives():
     assert (type(back).__name__, str(back)) == ("Hostile", "<its __str__ raised SystemExit>")
 
 
-def recurse():
-    recurse()
-
-
 def test_a_recursion_keeps_its_first_and_last_frames():
+    def recurse():
+        recurse()
+
     with pytest.raises(RecursionError) as caught:
         recurse()
-    whole = traceback.extract_tb(caught.value.__traceback__)
-    kept = traceback.extract_tb(send(caught.value).__traceback__)
+    whole, kept = (traceback.extract_tb(error.__traceback__) for error in (caught.value, send(caught.value)))
     assert 10 < len(kept) < len(whole)
-    for end in (0, -1):
-        assert (kept[end].name, kept[end].lineno) == (whole[end].name, whole[end].lineno)
+    assert [(kept[end].name, kept[end].lineno) for end in (0, -1)] == [
+        (whole[end].name, whole[end].lineno) for end in (0, -1)
+    ]
 
 
 @given(
@@ -144,15 +136,15 @@ def test_any_failure_fits_into_the_limit_and_arrives(texts, messages, numbers):
         log_files={"stderr": texts[-2], "stdout": texts[-1]},
         exception=error,
     )
-    encoded = encode_failure(sent)
-    assert len(dump_json(encoded)) <= MAX_FAILURE_BYTES
-    back = decode_failure(json.loads(dump_json(encoded)))
+    encoded = dump_json(encode_failure(sent))
+    assert len(encoded) <= MAX_FAILURE_BYTES
+    back = decode_failure(json.loads(encoded))
     assert back.kind is sent.kind
     assert isinstance(back.exception, LookupError if messages else type(None))
     assert back.summary == sent.summary or len(sent.summary) > 30 or not sent.summary.isprintable()
 
 
-VALID = encode(ExceptionGroup("some", [make_chain(), raise_and_catch(TypeError("t"))]))
+VALID = through_json(make_failure(exception=ExceptionGroup("some", [make_chain(), raise_and_catch(TypeError("t"))])))
 REMOVED = "removed"
 
 

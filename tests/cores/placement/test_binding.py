@@ -21,18 +21,14 @@ def read(machine, cpus):
     return read_cores(frozenset(cpus), machine.root)
 
 
-def bind(cores, option, ranks, gpu_nodes=None):
-    return [bind_rank(option, worker(rank, ranks), cores, gpu_nodes or [None] * ranks) for rank in range(ranks)]
-
-
 def worker(rank, ranks):
     sizes = {"world_size": ranks, "local_world_size": ranks, "role_world_size": ranks}
     return Worker(rank=rank, local_rank=rank, role_rank=rank, **sizes, run_id="test", master_addr="here", master_port=1)
 
 
 def test_cores_are_read_with_their_threads_and_numa_nodes(machine):
-    cores = read(machine.add_sockets(2, 2, threads=2, nodes_per_package=2), range(8))
-    assert cores == [Core((0, 4), 0), Core((1, 5), 1), Core((2, 6), 2), Core((3, 7), 3)]
+    cores = read(machine.add_sockets(2, 2, threads=2), range(8))
+    assert cores == [Core((0, 4), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1)]
 
 
 def test_cores_of_one_node_are_neighbours_even_if_numbers_alternate(machine):
@@ -41,17 +37,12 @@ def test_cores_of_one_node_are_neighbours_even_if_numbers_alternate(machine):
     assert [core.cpus[0] for core in read(machine, range(8))] == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-@pytest.mark.parametrize("text", ["", "all", "0-", "3-1", "0,,1"])
+@pytest.mark.parametrize("text", ["", "all", "3-1", "0,,1"])
 def test_odd_files_never_raise(machine, text):
     machine.add_sockets(1, 3, threads=2)
     for file in filter(os.path.isfile, machine.folder.rglob("*")):
         file.write_text(text)
     assert sorted(cpu for core in read(machine, range(6)) for cpu in core.cpus) == list(range(6))
-
-
-def test_the_cores_of_this_machine_have_all_cpus_once():
-    allowed = os.sched_getaffinity(0)
-    assert sorted(cpu for core in read_cores(allowed) for cpu in core.cpus) == sorted(allowed)
 
 
 @pytest.mark.parametrize(
@@ -75,21 +66,18 @@ def test_the_error_of_too_few_cpus_says_how_many_ranks_are_possible():
         split_cores([Core((0, 4))], 3)
 
 
-FOUR_NODES = [Core((cpu,), cpu // 2) for cpu in range(8)]
-
-
 @pytest.mark.parametrize(
     ("gpu_nodes", "nodes"),
-    [
-        ([1, 1, 0, 0], [[1], [1], [0], [0]]),
-        ([None], [[0, 1, 2, 3]]),
-        ([None, 9], [[0, 1], [2, 3]]),
-        ([None] * 6, [[0], [0], [1], [2], [2], [3]]),
-    ],
+    [([1, 1, 0, 0], [[1], [1], [0], [0]]), ([None, 9], [[0, 1], [2, 3]]), ([None] * 6, [[0], [0], [1], [2], [2], [3]])],
 )
 def test_each_rank_has_the_numa_node_of_its_gpu_or_a_share_of_all(gpu_nodes, nodes):
+    four_nodes = [Core((cpu,), cpu // 2) for cpu in range(8)]
     expected = [{cpu for node in own for cpu in (2 * node, 2 * node + 1)} for own in nodes]
-    assert choose_nodes(FOUR_NODES, gpu_nodes) == expected
+    assert choose_nodes(four_nodes, gpu_nodes) == expected
+
+
+def bind(cores, option, ranks, gpu_nodes=None):
+    return [bind_rank(option, worker(rank, ranks), cores, gpu_nodes or [None] * ranks) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +123,6 @@ def make_cores(rows):
 
 ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=40)
 MACHINES = ROWS.map(sorted).map(make_cores)
-GPU_NODES = st.lists(st.none() | st.integers(0, 7), min_size=1, max_size=20)
 
 
 @hypothesis.given(MACHINES, st.data())
@@ -143,16 +130,16 @@ def test_any_split_has_each_cpu_once_and_is_fair(cores, data):
     cpus = sorted(cpu for core in cores for cpu in core.cpus)
     ranks = data.draw(st.integers(1, len(cpus)))
     parts = split_cores(cores, ranks)
-    assert len(parts) == ranks
     assert [cpu for part in parts for cpu in sorted(part)] == cpus
     counts = list(map(len, parts))
     if ranks <= len(cores):
         assert all(part.issuperset(core.cpus) or part.isdisjoint(core.cpus) for part in parts for core in cores)
         counts = [sum(part.issuperset(core.cpus) for core in cores) for part in parts]
+    assert len(parts) == ranks
     assert max(counts) - min(counts) <= 1
 
 
-@hypothesis.given(MACHINES, GPU_NODES)
+@hypothesis.given(MACHINES, st.lists(st.none() | st.integers(0, 7), min_size=1, max_size=20))
 def test_any_choice_of_nodes_is_of_whole_nodes_and_its_shares_fit_into_the_machine(cores, gpu_nodes):
     cpus_of_node = {}
     for core in cores:

@@ -26,17 +26,13 @@ def draw(emulator, region, lines):
     emulator.feed(region.draw(emulator.screen.columns, emulator.screen.lines, lines).encode())
 
 
-def numbered(first, last):
-    return [f"line {n}" for n in range(first, last + 1)]
-
-
 def text_rows(emulator):
     return [row for row in emulator.all_rows() if row]
 
 
 def test_a_view_that_grows_and_shrinks(emulator):
-    region, heights = ScrollRegion(), (1, 5, 2, 4, 0, 3)
-    send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
+    region, heights, before = ScrollRegion(), (1, 5, 2, 4, 0, 3), [f"line {n}" for n in range(8)]
+    send(emulator, "\n".join([*before, ""]))
     for height in heights:
         draw(emulator, region, [f"v{n} of {height}" for n in range(height)])
         send(emulator, f"after {height}\n")
@@ -44,7 +40,7 @@ def test_a_view_that_grows_and_shrinks(emulator):
         assert rows[ROWS - height :] == [f"v{n} of {height}" for n in range(height)]
         assert not any("of" in row for row in rows[: ROWS - height])
     send(emulator, region.release())
-    assert text_rows(emulator) == [*numbered(1, 8), *[f"after {height}" for height in heights]]
+    assert text_rows(emulator) == [*before, *[f"after {height}" for height in heights]]
 
 
 def test_the_view_is_removed_wherever_a_drawing_has_ended():
