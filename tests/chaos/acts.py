@@ -36,63 +36,27 @@ def run_rank(history: History, folder: str):
 
 def parse_action(action: str):
     """Return the functions of an action."""
-    return [globals()[name] for name in action.split(" and ")]
+    *preparations, end = action.split(" and ")
+    return [*(PREPARATIONS[name] for name in preparations), ENDS[end]]
 
 
-# --- preparations
+def handle(handler, *signals):
+    for number in signals:
+        signal.signal(number, handler)
 
 
-def leaves_a_thread():
-    threading.Thread(target=threading.Event().wait).start()
-
-
-def hangs_at_exit():
-    atexit.register(waits)
-
-
-def closes_stderr():
-    os.close(2)
-
-
-def changes_handlers():
-    for number in HANDLED:
-        signal.signal(number, lambda *_: None)
-
-
-def ignores_sigterm_and_sigint():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def blocks_signals():
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-
-
-def leaves_its_process_group():
-    """Move to the watcher's process group. A rank leads its own group, so the kernel does not allow setsid."""
-    os.setpgid(0, os.getpgid(os.getppid()))
-
-
-def starts_helpers():
+def start_helpers():
     for _ in range(2):
         subprocess.Popen(["/bin/sleep", str(SECONDS)])
 
 
-def forks():
+def fork():
     """Fork a child that keeps every descriptor of the rank open and stays in its process group."""
     if os.fork() == 0:
-        waits()
+        wait()
 
 
-def exits_with_0_at_sigterm():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-
-
-def raises_at_sigterm():
-    signal.signal(signal.SIGTERM, lambda *_: raises())
-
-
-def sends_half_a_message():
+def send_half_a_message():
     """Send the beginning of a message, whatever its form: a few bytes on each socket that the rank has inherited."""
     sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and is_socket(fd)]
     assert sockets
@@ -104,9 +68,6 @@ def is_socket(fd):
     return os.path.exists(path := f"/proc/self/fd/{fd}") and os.readlink(path).startswith("socket:")
 
 
-# --- ends
-
-
 class KeywordOnlyError(Exception):
     """An exception that plain pickle cannot rebuild: it takes two arguments that are not in `args`."""
 
@@ -114,80 +75,62 @@ class KeywordOnlyError(Exception):
         super().__init__(f"code {code}: {detail}")
 
 
-def raises():
-    raise ValueError("the batch is bad")
+def throw(error):
+    raise error
 
 
-def raises_keyword_only_error():
-    raise KeywordOnlyError(7, detail="two arguments")
+def raise_a_deep_chain():
+    error = None
+    for depth in range(CHAIN_LENGTH):
+        try:
+            raise RuntimeError(f"cause {depth}") from error
+        except RuntimeError as raised:
+            error = raised
+    raise error
 
 
-def raises_a_deep_chain(depth=CHAIN_LENGTH):
-    try:
-        if depth > 1:
-            raises_a_deep_chain(depth - 1)
-    except RuntimeError as error:
-        raise RuntimeError(f"cause {depth}") from error
-    raise RuntimeError("the first cause")
-
-
-def raises_keyboard_interrupt():
-    raise KeyboardInterrupt("from the rank itself")
-
-
-def exits():
-    sys.exit(EXIT_CODE)
-
-
-def returns_a_lock():
-    return threading.Lock()
-
-
-def calls_os_exit():
-    os._exit(EXIT_CODE)
-
-
-def calls_os_exit_with_0():
-    os._exit(0)
-
-
-def execs_a_program_that_fails():
-    os.execv("/bin/sh", ["sh", "-c", f"exit {EXIT_CODE}"])
-
-
-def execs_a_program_that_waits():
-    os.execv("/bin/sleep", ["sleep", str(SECONDS)])
-
-
-def is_killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def crashes():
-    ctypes.string_at(0)
-
-
-def aborts():
-    os.abort()
-
-
-def waits():
+def wait():
     while True:
         signal.pause()
 
 
-def suspends_itself():
+def suspend_itself():
     os.kill(os.getpid(), signal.SIGSTOP)
-    waits()
+    wait()
 
 
-def holds_the_gil():
-    ctypes.PyDLL(None).usleep(SECONDS * 1_000_000)
-
-
-def returns():
-    return f"the value of rank {mpwatch.current_worker().rank}"
-
-
-def exits_with_0():
-    sys.exit(0)
+PREPARATIONS = {
+    "leaves_a_thread": lambda: threading.Thread(target=threading.Event().wait).start(),
+    "hangs_at_exit": lambda: atexit.register(wait),
+    "closes_stderr": lambda: os.close(2),
+    "changes_handlers": lambda: handle(lambda *_: None, *HANDLED),
+    "ignores_sigterm_and_sigint": lambda: handle(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT),
+    "exits_with_0_at_sigterm": lambda: handle(lambda *_: sys.exit(0), signal.SIGTERM),
+    "raises_at_sigterm": lambda: handle(lambda *_: throw(RuntimeError("received SIGTERM")), signal.SIGTERM),
+    "blocks_signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()),
+    # to that of the watcher: a rank leads its own group, so the kernel does not allow setsid
+    "leaves_its_process_group": lambda: os.setpgid(0, os.getpgid(os.getppid())),
+    "starts_helpers": start_helpers,
+    "forks": fork,
+    "sends_half_a_message": send_half_a_message,
+}
+ENDS = {
+    "raises": lambda: throw(ValueError("the batch is bad")),
+    "raises_keyword_only_error": lambda: throw(KeywordOnlyError(7, detail="two arguments")),
+    "raises_a_deep_chain": raise_a_deep_chain,
+    "raises_keyboard_interrupt": lambda: throw(KeyboardInterrupt("from the rank itself")),
+    "exits": lambda: sys.exit(EXIT_CODE),
+    "exits_with_0": lambda: sys.exit(0),
+    "returns_a_lock": threading.Lock,
+    "calls_os_exit": lambda: os._exit(EXIT_CODE),
+    "calls_os_exit_with_0": lambda: os._exit(0),
+    "execs_a_program_that_fails": lambda: os.execv("/bin/sh", ["sh", "-c", f"exit {EXIT_CODE}"]),
+    "execs_a_program_that_waits": lambda: os.execv("/bin/sleep", ["sleep", str(SECONDS)]),
+    "is_killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crashes": lambda: ctypes.string_at(0),
+    "aborts": os.abort,
+    "waits": wait,
+    "suspends_itself": suspend_itself,
+    "holds_the_gil": lambda: ctypes.PyDLL(None).usleep(SECONDS * 1_000_000),
+    "returns": lambda: f"the value of rank {mpwatch.current_worker().rank}",
+}

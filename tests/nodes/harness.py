@@ -10,6 +10,7 @@
 share. When a job is closed, all its processes must have ended, and it must have left no file.
 """
 
+import ctypes
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +31,6 @@ from types import SimpleNamespace
 
 import mpwatch
 from nodes import tasks
-from nodes.networks import may_rename_hosts
 from support.ports import free_port
 from support.programs import ENV
 
@@ -37,9 +38,15 @@ WAIT_SECONDS = 30.0  # after which a test fails; what happens normally takes les
 LONG = 1000.0  # seconds: a limit in options that no test waits for, so what happens within WAIT_SECONDS has another reason
 CLEANUP_SECONDS = 1.0  # after the last node has ended, for processes that end by themselves
 NODE_TIMEOUT = 2.0  # seconds, for tests of silent nodes
+CLONE_NEWUTS = 0x04000000
 MARK = "MPWATCH_NODES_MARK"  # variable in the environment of all processes that a job has started
 
-have_hostnames = cache(may_rename_hosts)
+
+@cache
+def may_rename_hosts():
+    """Return whether this user may give a process a hostname of its own."""
+    with ThreadPoolExecutor(1) as pool:  # whose namespaces end with it
+        return pool.submit(ctypes.CDLL(None).unshare, CLONE_NEWUTS).result() == 0
 
 
 class ForkServer:
@@ -152,13 +159,12 @@ class World(tuple):
 
 
 class Job:
-    """The nodes of one job. With a `network` each has a host of its own. Otherwise they share the loopback device."""
+    """The nodes of one job, on addresses of the loopback device."""
 
-    def __init__(self, fork_server, network=None):
+    def __init__(self, fork_server):
         self.nodes, self.processes = [], []
-        self.network = network
         self.rendezvous = {"nnodes": 2, "node_timeout": LONG, "join_timeout": LONG, "run_id": "job"}
-        self.port = 29400 if network else free_port()
+        self.port = free_port()
         self._fork_server = fork_server
         self._mark, self._seen, self._is_closed = uuid.uuid4().hex, set(), False
         self._selector = selectors.DefaultSelector()
@@ -169,22 +175,21 @@ class Job:
         server = socket.create_server(str(self._folder / "ranks"), family=socket.AF_UNIX)
         self._rank_socket = self._stack.enter_context(server)
         self._stack.callback(self._selector.close)
-        self._selector.register(self._rank_socket, selectors.EVENT_READ, self._accept_rank)
+        self.register(self._rank_socket, self._accept_rank)
 
     # starting
 
-    def start(self, function=tasks.follow_order, nprocs=1, *, rendezvous=(), host=None, through="run", **options):
+    def start(self, function=tasks.follow_order, nprocs=1, *, rendezvous=(), through="run", **options):
         """Start a node that calls `run` with these options. The coordinator runs in the first node by default.
 
         `rendezvous` has options of its Rendezvous, in addition to `job.rendezvous`. With None the node runs alone, without one.
-        `host` is the number of its host (None: one of its own).
         """
-        host = len(self.nodes) if host is None else host
+        host = len(self.nodes)
         options = {"grace_period": 5.0, "nprocs": nprocs, **options}
         if rendezvous is not None:
             chosen = {
-                "endpoint": f"{self._address(0)}:{self.port}",
-                "local_addr": self._address(host),
+                "endpoint": f"127.0.0.1:{self.port}",
+                "local_addr": f"127.0.0.{1 + host}",
                 "is_host": host == 0,
                 "last_call_timeout": 1.0,
                 **self.rendezvous,
@@ -196,22 +201,20 @@ class Job:
     def start_several(self, count, function=tasks.follow_order, nprocs=1, **options):
         return [self.start(function, nprocs, **options) for _ in range(count)]
 
-    def _address(self, host):
-        return self.network.address(host) if self.network else f"127.0.0.{1 + host}"
-
     def _fork(self, request, host):
         name = f"node{len(list(self._folder.glob('*.log')))}"
-        hostname = f"host{host}" if have_hostnames() else ""
+        hostname = f"host{host}" if may_rename_hosts() else ""
         read_end, write_end = os.pipe()
         with open(self._folder / f"{name}.log", "wb") as log, open(write_end, "wb") as pipe:
-            fds = [pipe.fileno(), log.fileno(), *([self.network.namespace(host)] if self.network else ())]
             environment = {
                 tasks.RANK_SOCKET: self._rank_socket.getsockname(),
                 tasks.NODE: name,
                 MARK: self._mark,
                 "TMPDIR": str(self._folder / "tmp"),
             }
-            pid = self._fork_server.request({**request, "hostname": hostname, "environment": environment}, fds)
+            pid = self._fork_server.request(
+                {**request, "hostname": hostname, "environment": environment}, [pipe.fileno(), log.fileno()]
+            )
         node = Node(self, name, hostname or socket.gethostname(), pid)
         self.nodes.append(node)
         self._register(read_end, partial(self._read_output, node))
@@ -237,6 +240,12 @@ class Job:
         assert {process.worker.world_size for process in world} == {size}
         self._seen.update(world)
         return world
+
+    def await_coordinator(self):
+        while True:
+            with suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", self.port)).close()
+            self.watch_for(0.01)
 
     def await_end(self, world):
         self.wait_until(lambda: world.ended_at is not None, f"the end of {list(world)}")
@@ -277,9 +286,15 @@ class Job:
 
     # events
 
+    def register(self, fd, do):
+        self._selector.register(fd, selectors.EVENT_READ, do)
+
+    def unregister(self, fd):
+        self._selector.unregister(fd)
+
     def _register(self, fd, do):
         self._stack.callback(os.close, fd)
-        self._selector.register(fd, selectors.EVENT_READ, do)
+        self.register(fd, do)
 
     def _read_output(self, node, fd):
         data = os.read(fd, 1 << 16)

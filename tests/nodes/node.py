@@ -26,7 +26,7 @@ import torch.distributed  # noqa: F401  for the nodes
 import mpwatch
 from support.process_state import difference, state
 
-CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+CLONE_NEWUTS = 0x04000000
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 MAX_REQUEST = 65536  # bytes
@@ -38,7 +38,7 @@ def main(fd):
     gc.freeze()
     with socket.socket(fileno=fd) as requests:
         while True:
-            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 3)
+            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
             if not data:  # the tests are over
                 return
             request = pickle.loads(data)
@@ -68,8 +68,8 @@ def fork(request, requests, fds):
         os._exit(status)
 
 
-def be_node(request, pipe, log, network=None):
-    """Run the request in a process group of its own, and on a host of its own if the request says so.
+def be_node(request, pipe, log):
+    """Run the request in a process group of its own, with a hostname of its own if the request says so.
 
     As with a job of a shell, the forking process can continue the group. So SIGTSTP stops it.
     """
@@ -78,20 +78,12 @@ def be_node(request, pipe, log, network=None):
     os.dup2(log, 2)
     os.close(log)
     if request["hostname"]:
-        check(LIBC.unshare(CLONE_NEWUTS))
+        assert LIBC.unshare(CLONE_NEWUTS) == 0
         socket.sethostname(request["hostname"])
         platform._uname_cache = None
-    if network is not None:
-        check(LIBC.setns(network, CLONE_NEWNET))
-        os.close(network)
     os.environ.update(request["environment"])
     with open(pipe, "wb") as output:
         output.write(call(*pickle.loads(request["call"])))
-
-
-def check(returned):
-    if returned:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def call(through, function, options):

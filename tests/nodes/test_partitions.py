@@ -1,45 +1,91 @@
-"""Nodes on hosts of their own (network namespaces), whose cables are cut and mended. Skipped if the machine has no such hosts."""
+"""Nodes that are cut off from the coordinator: nothing passes between them any more, and neither sees an end."""
+
+import socket
+from contextlib import suppress
+from functools import partial
+
+import pytest
 
 import mpwatch
 from nodes.harness import NODE_TIMEOUT
 
-COORDINATOR, CUT = 0, 2  # hosts
+
+class Cable:
+    """A port that leads to the coordinator until it is cut."""
+
+    def __init__(self, job):
+        self._job, self._sockets = job, []
+        self.port = self._register(socket.create_server(("127.0.0.1", 0)), self._accept).getsockname()[1]
+
+    def _register(self, end, do):
+        self._job.register(end, do)
+        self._sockets.append(end)
+        return end
+
+    def _accept(self, server):
+        ours, theirs = server.accept()[0], socket.create_connection(("127.0.0.1", self._job.port))
+        self._register(ours, partial(self._pass_on, theirs))
+        self._register(theirs, partial(self._pass_on, ours))
+
+    def _pass_on(self, target, source):
+        with suppress(ConnectionError):
+            if data := source.recv(1 << 16):
+                return target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        self._job.unregister(source)
+        return self._sockets.remove(source)
+
+    def cut(self):
+        for end in self._sockets:
+            self._job.unregister(end)
+
+    def close(self):
+        for end in self._sockets:
+            end.close()
 
 
-def start(job, least=2):
-    job.rendezvous |= {"nnodes": (least, 3), "node_timeout": NODE_TIMEOUT}
-    nodes = job.start_several(3)
-    return nodes, job.await_world(3)
+@pytest.fixture
+def cable(job):
+    job.rendezvous["node_timeout"] = NODE_TIMEOUT
+    cable = Cable(job)
+    yield cable
+    cable.close()
 
 
-def assert_coordinator_lost(job, node):
-    outcome = node.outcome()
-    assert type(outcome.error) is mpwatch.RunFailedError
-    assert f"{job.network.address(COORDINATOR)}:{job.port}" in str(outcome.error)
-
-
-def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(job_on_hosts):
-    job = job_on_hosts
-    nodes, first = start(job)
-    job.network.cut(CUT)
+def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(job, cable):
+    job.rendezvous["nnodes"] = 2, 3
+    host, other = job.start_several(2)
+    job.await_coordinator()
+    far = job.start(rendezvous={"endpoint": f"127.0.0.1:{cable.port}", "is_host": False})
+    first = job.await_world(3)
+    cable.cut()
+    job.await_end(first.of(far))
     second = job.await_world(2)
     assert first.ended_at < min(process.started_at for process in second)
-    assert_coordinator_lost(job, nodes[CUT])
-    job.network.mend(CUT)
-    back = job.start(host=CUT)
+    assert_coordinator_lost(far, cable)
+    back = job.start()
     third = job.await_world(3)
-    assert {process.node for process in third} == {nodes[0].name, nodes[1].name, back.name}
+    assert {process.node for process in third} == {host.name, other.name, back.name}
     third.order("return")
-    job.results([*nodes[:CUT], back])
+    job.results([host, other, back])
 
 
-def test_no_node_goes_on_without_its_coordinator(job_on_hosts):
+def test_no_node_goes_on_without_its_coordinator(job, cable):
     """Nodes that can still reach one another do not go on either. The node of the coordinator goes on alone."""
-    job = job_on_hosts
-    nodes, world = start(job, least=1)
-    job.network.cut(COORDINATOR)
-    for node in nodes[1:]:
+    job.rendezvous["nnodes"] = 1, 3
+    host = job.start(rendezvous={"last_call_timeout": 10.0})
+    job.await_coordinator()
+    others = job.start_several(2, rendezvous={"endpoint": f"127.0.0.1:{cable.port}", "is_host": False})
+    world = job.await_world(3)
+    cable.cut()
+    for node in others:
         job.await_end(world.of(node))
-        assert_coordinator_lost(job, node)
+        assert_coordinator_lost(node, cable)
     job.await_world(1).order("return")
-    job.results(nodes[:1])
+    job.results([host])
+
+
+def assert_coordinator_lost(node, cable):
+    outcome = node.outcome()
+    assert type(outcome.error) is mpwatch.RunFailedError
+    assert f"127.0.0.1:{cable.port}" in str(outcome.error)

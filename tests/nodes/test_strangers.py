@@ -46,11 +46,11 @@ def attack(job, stack):
         keep()
 
 
-def test_strangers_change_nothing(job, eventually):
+def test_strangers_change_nothing(job):
     job.rendezvous |= {"secret": "of the job", "node_timeout": NODE_TIMEOUT}
     first = job.start()
     with ExitStack() as stack:
-        eventually(lambda: can_connect(job))
+        job.await_coordinator()
         attack(job, stack)
         job.start()
         world = job.await_world(2)
@@ -61,13 +61,6 @@ def test_strangers_change_nothing(job, eventually):
         job.results()
     assert "Traceback" not in first.log
     assert "a connection from 127.0.0.1 was refused: " in first.log
-
-
-def can_connect(job):
-    with suppress(ConnectionRefusedError):
-        send(job).close()
-        return True
-    return False
 
 
 def test_refused_nodes_stay_strangers(job):
