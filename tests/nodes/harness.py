@@ -36,7 +36,7 @@ from support.programs import ENV
 
 WAIT_SECONDS = 30.0  # after which a test fails; what happens normally takes less than a second
 LONG = 1000.0  # seconds: a limit in options that no test waits for, so what happens within WAIT_SECONDS has another reason
-CLEANUP_SECONDS = 1.0  # after the last node has ended, for processes that end by themselves
+CLEANUP_SECONDS = 10.0  # after the last node has ended, for processes that end by themselves
 NODE_TIMEOUT = 2.0  # seconds, for tests of silent nodes
 CLONE_NEWUTS = 0x04000000
 MARK = "MPWATCH_NODES_MARK"  # variable in the environment of all processes that a job has started

@@ -30,7 +30,7 @@ CLONE_NEWUTS = 0x04000000
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 MAX_REQUEST = 65536  # bytes
-KERNEL_LAG_SECONDS = 1.0  # for which the kernel may still show a thread that has been joined
+KERNEL_LAG_SECONDS = 10.0  # for which the kernel may still show a thread that has been joined
 SHARED = ("shared memory", "temporary files")  # which all nodes share; Job.close checks the folder of the job
 
 
