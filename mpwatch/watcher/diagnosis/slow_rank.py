@@ -47,16 +47,17 @@ class SlowRankFinder:
         self._shares: deque[dict[int, float]] = deque(maxlen=MAX_CHECKS)  # of the time that each rank has waited, by check
         self._places: deque[_Place] = deque(maxlen=MAX_PLACES)
 
-    def add(self, answers: Mapping[int, RankCollectives]) -> None:
-        """Add the answers of all ranks that were asked at the same time."""
+    def add(self, answers: Mapping[int, RankCollectives], *, is_look: bool = False) -> None:
+        """Add the answers of all ranks that were asked at the same time. A look is only for the places."""
         latest = {rank: answer.collectives[-MAX_COLLECTIVES:] for rank, answer in answers.items()}  # without gaps
         if not all(latest.values()) or any(call.name in POINT_TO_POINT for found in latest.values() for call in found):
             return
         calls = Calls(answers)
         if len(calls.by_rank) == len(answers) > 1 and all(map(calls.knows_all, calls.list_slots())):
             self._add_places(calls, answers)
-            known_since = max(answers[rank].answered_at - found[0].seconds for rank, found in latest.items())
-            self._add_shares(calls, answers, max(known_since, self._checked_until))
+            if not is_look:
+                known_since = max(answers[rank].answered_at - found[0].seconds for rank, found in latest.items())
+                self._add_shares(calls, answers, max(known_since, self._checked_until))
 
     def _add_shares(self, calls: Calls, answers: Mapping[int, RankCollectives], begin: float) -> None:
         entered = {

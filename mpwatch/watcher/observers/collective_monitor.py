@@ -38,7 +38,7 @@ CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 MIN_CHECK_SECONDS = 0.05  # between two checks, at least
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
-MAX_LOOKS = 40  # further checks, MIN_CHECK_SECONDS apart, to see where a slow rank is while the others wait for it
+MAX_LOOKS, LOOK_SECONDS = 30, 0.2  # further checks, to see where a slow rank is while the others wait for it
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
 
@@ -155,13 +155,14 @@ class CollectiveMonitor:
             self.call_at(self.now() + CONFIRM_SECONDS, self._check)
 
     def _find_slow_rank(self) -> None:
-        self._slow_ranks.add({rank: answer for rank, answer in self._answers.items() if self.is_called(rank)})
+        answers = {rank: answer for rank, answer in self._answers.items() if self.is_called(rank)}
+        self._slow_ranks.add(answers, is_look=self._looks_left < MAX_LOOKS)
         self.lateness = self._slow_ranks.find()
         if self.lateness is None or self.lateness.rank == self._named_rank:
             return
         if not self.lateness.place and self._looks_left > 0:
             self._looks_left -= 1
-            self.call_at(self.now() + MIN_CHECK_SECONDS, self._check)
+            self.call_at(self.now() + LOOK_SECONDS, self._check)
         else:
             self._looks_left = MAX_LOOKS
             self._named_rank = self.lateness.rank
