@@ -46,9 +46,17 @@ class TestClass:
     def test_method(self): ...
 
 def test_after_the_class(): ...
+
+@pytest.fixture(scope="module")
+def breaks_last():
+    yield
+    raise ValueError("in teardown of the module")
+
+def test_skip_and_teardown_of_the_module(breaks_last):
+    pytest.skip("of no use")
 """,
     )
-    result.assert_outcomes(passed=1, failed=7)
+    result.assert_outcomes(passed=1, failed=8)
     match_output(
         result,
         "E       ValueError: in teardown",
@@ -61,6 +69,7 @@ def test_after_the_class(): ...
         "E         rank 0*Skipped: of no use (test_it.py:*)",
         "*_ TestClass.test_method _*",
         "E       ValueError: in teardown of the class",
+        "E       ValueError: in teardown of the module",
     )
 
 
@@ -151,7 +160,7 @@ def test_one_waits():
 """
     )
     result.assert_outcomes(failed=1)
-    match_output(result, "*rank 1 has returned, but rank 0 waits for it in barrier*")
+    match_output(result, "rank 1 has returned, but rank 0 waits for it in barrier*")  # not "... did not end within timeout"
 
 
 @pytest.mark.slow

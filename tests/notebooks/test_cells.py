@@ -23,8 +23,9 @@ def fail():
     return attempt
 def report_steps(event):
     mpwatch.report(step=2, total=4, loss=0.5)
-    event.wait()
+    is_drawn = event.wait(50)
     mpwatch.report(step=4, total=4, loss=0.25)
+    return is_drawn
 def print_with_rank(text):
     print(text, rank())
 def print_in_rank_0(text, end="\\n"):
@@ -120,11 +121,11 @@ def test_an_error_and_a_result_are_tables(kernel):
 def test_the_live_view_is_a_table_that_is_updated_in_place(kernel):
     kernel.run(WATCH_VIEW)  # the ranks go on when the table has been updated
     shown, value = kernel.run("list(mpwatch.run(report_steps, 2, args=(is_drawn,)))")
-    assert value["data"]["text/plain"] == "[None, None]"
+    assert value["data"]["text/plain"] == "[True, True]"
     assert shown["data"]["text/plain"].startswith("step 4 of 4 (100 %); loss 0.25; 2 ranks returned after ")
     assert shown["data"]["text/html"].count("<tr>") == 3
     assert '<progress value="1.0000" max="1">' in shown["data"]["text/html"]
-    assert kernel.value("list(mpwatch.run(report_steps, 2, args=(is_drawn,), progress=False))") == [None, None]
+    assert kernel.value("list(mpwatch.run(report_steps, 2, args=(is_drawn,), progress=False))") == [True, True]
 
 
 # ---- Output

@@ -64,7 +64,11 @@ def test_the_callers_env_takes_precedence(monkeypatch):
     env = {"MASTER_PORT": "29877", "MORE": "yes"}
     result = notebook_launcher(get_variables, names, 1, "fp16", use_port="29876", env=lambda worker: env)
     assert result[0] == ["fp16", "29877", "yes"]
-    assert notebook_launcher(get_variables, names, 1, env=env)[0] == ["bf16", "29877", "yes"]  # "no" leaves it unchanged
+    assert notebook_launcher(get_variables, names, 1, use_port="29876", env=env)[0] == [
+        "bf16",
+        "29877",
+        "yes",
+    ]  # "no" leaves it unchanged
 
 
 def test_the_template_is_converted_to_a_prefix_of_logs(capfd):
