@@ -241,7 +241,8 @@ class Driver:
         elif kind == "end":
             node.has_ended = True
         elif kind == "statuses":
-            self._view.put(number, content)
+            if not node.is_lost:
+                self._view.put(number, content)
         elif kind == "output":
             self._write(*content)
         elif kind == "event":

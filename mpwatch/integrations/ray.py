@@ -137,7 +137,6 @@ class RayEngine:
                 node.is_cancelled.set()
 
     def close(self) -> None:
-        """End all Ray tasks of the job, and release the resources that Ray has reserved."""
         for node in self._further_nodes:
             node.is_cancelled.set()
         try:

@@ -245,7 +245,6 @@ class Coordinator:
     # ---- an attempt
 
     def handle(self, number: int, message: MessageToCoordinator, now: float) -> list[CoordinatorAction]:
-        """Handle what a node has sent after its NodeInfo."""
         member, attempt = self._members.get(number), self._attempt
         node = None if member is None else member.node
         if isinstance(message, NodeLeaving):

@@ -58,7 +58,6 @@ class NodeCollectives:
 
 
 def read_records(records: Collection[RankRecord]) -> NodeCollectives:
-    """Read the records of a node."""
     answers = {record.rank: RankCollectives.from_json(record.collectives) for record in records}
     return NodeCollectives(answers, frozenset(record.rank for record in records if record.has_returned))
 

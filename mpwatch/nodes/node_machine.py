@@ -53,8 +53,6 @@ class NodeStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Start the ranks that the caller's thread has prepared."""
-
     setups: list[RankSetup]
 
 

@@ -52,7 +52,6 @@ class RankValues(dict[int, str]):
         return f"<table>{''.join(rows)}</table>"
 
     def _group(self) -> dict[str, list[int]]:
-        """Group the ranks by the texts of their values. The keys of the returned dict are these texts."""
         groups: dict[str, list[int]] = {}
         for rank, text in self.items():
             groups.setdefault(text, []).append(rank)

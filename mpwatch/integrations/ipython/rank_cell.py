@@ -26,8 +26,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """The data that a rank sends back to the notebook when its cell has ended."""
-
     value: str | None
     """The text of the value of the last expression, or None if there is no value to show."""
     pulled: dict[str, Any]

@@ -166,7 +166,6 @@ class _TrainerLauncher(_Launcher):
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks, copy the state of rank 0's Trainer to the caller's, and return rank 0's value."""
         __tracebackhide__ = True
         is_fit = trainer.state.fn == "fit"
         if is_fit and self._has_fit:

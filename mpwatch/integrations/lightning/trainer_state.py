@@ -45,7 +45,6 @@ class TrainerState:
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer."""
         if self.weights:
             _load_weights(trainer.lightning_module, self.weights)
         trainer.state, trainer.should_stop = self.state, self.should_stop

@@ -76,7 +76,6 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the ModuleGroup of the test's module that has these `options`. Start the ModuleGroup if it does not exist."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -166,7 +165,6 @@ class ModuleGroup:
             item.add_report_section(when, title, text)
 
     def _read_new_output(self, result: RunResult[Any]) -> Iterator[tuple[str, str]]:
-        """Yield a title and the new text for each log file that has new text."""
         for worker in result.workers:
             folder = Path(result.log_dir, f"attempt_{worker.restart_count}", str(worker.rank))
             for path in (folder / "stdout.log", folder / "stderr.log"):

@@ -64,7 +64,6 @@ class SubmititEngine:
         return self._futures[number]
 
     def describe_wait(self) -> str:
-        """Return a text that says for which submitit jobs the driver waits. Return "" if the driver waits for no job."""
         waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
         return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
@@ -195,7 +194,7 @@ def write(path: str, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """The function that each task of a submitit job runs. Each task is one node of mpwatch's job."""
+    """The function that each task of a submitit job runs, as one node."""
 
     folder: str
     numbers: tuple[int, ...]
