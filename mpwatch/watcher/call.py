@@ -12,12 +12,15 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from mpwatch.events.types import CallStarted, Event, HeartbeatLate, WorkerExited, WorkerReady, WorkerSucceeded
+from mpwatch.events.types import CallStarted, Event, HeartbeatLate, Stopping, WorkerExited, WorkerReady, WorkerSucceeded
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import format_exit
+from mpwatch.results.failure import format_exit, format_ranks
+from mpwatch.results.places import format_location
+from mpwatch.results.report import format_overdue_ranks
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
@@ -154,6 +157,29 @@ class Call:
             all_ready_at=self._all_ready_at,
             ended_at=max(now if observed.died_at is None else observed.died_at for observed in ranks.values()),
         )
+
+    def stop_after_step(self, step: int | None, cause: str, deferred_log: DeferredLog) -> None:
+        """Make each rank stop after this step, or at its next call of `should_stop` if that is None. See stop_step.py."""
+        for rank in self.members.values():
+            rank.slot.stop_memory.agree(step)
+        self._publish(Stopping, *self.ranks, stop_cause=cause, after_step=step)
+        ranks = format_ranks(self.ranks)
+        if step is None:
+            text = "a stop was requested (%s); should_stop() has not been called by %s yet, and its first call returns True"
+            deferred_log.warning(text, cause, ranks)
+        else:
+            deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
+
+    def log_overdue_ranks(self, deferred_log: DeferredLog) -> None:
+        """Warn of each rank that has not returned within `stop_timeout`: its step, and where it is."""
+        places = {}
+        for number, rank in self.members.items():
+            if rank.observations.answer is None and not rank.observations.has_exited:
+                step = rank.slot.stop_memory.read_passed_step()
+                at_step = "" if step is None else f", at step {step}"
+                places[number] = at_step + format_location(get_stacks_or_state(rank.observations))
+        if places:  # otherwise the last one has just returned
+            deferred_log.warning("%s", format_overdue_ranks(self._spec.stop_policy.timeout or 0.0, places))
 
     def log_exit_problems(self, deferred_log: DeferredLog) -> None:
         """Log a warning for each rank that succeeded or was idle, but exited too late or with an error."""

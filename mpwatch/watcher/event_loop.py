@@ -50,11 +50,11 @@ from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.rank_reader import RankReader
-from mpwatch.watcher.stop_agreements import StopAgreements
 from mpwatch.watcher.suspension import Suspension, suspend_processes
 from mpwatch.watcher.timers import Timers
 from mpwatch.watcher.visitors import Visitor, Visitors
 from mpwatch.wire.messages import MessageKind
+from mpwatch.wire.stop_step import HOLD_SECONDS
 
 RESIST_SECONDS = 1.0  # after Ctrl-C: then the ranks that have not ended are named
 
@@ -132,14 +132,6 @@ class EventLoop:
             on_visit=self._on_visit,
             list_monitors=lambda: dict.fromkeys(call.monitor for call in self._calls),
         )
-        self._stop_agreements = StopAgreements(
-            self._pool,
-            event_bus,
-            deferred_log,
-            call_at=self.timers.call_at,
-            is_current=self._is_current,
-            on_steps_held=None if node is None else node.on_steps_held,
-        )
         self._run_monitor = None if keep_ranks else self._make_monitor(None)
         self._hostname = platform.node()
 
@@ -202,7 +194,8 @@ class EventLoop:
             self._refuse(call, set(call.ranks) - self._ranks.keys())  # none are lost if the loop ends
         else:
             for rank in ranks:
-                self._pool.begin_call(rank)
+                rank.slot.clear()
+                rank.observations.stderr_tail.clear()
                 rank.reset_observations()
             self._begin(call)
 
@@ -253,7 +246,7 @@ class EventLoop:
             if (
                 self._last_call is not None and self._last_call.machine.stop_request is None
             ):  # the ranks of this node have ended, and the other nodes wait for its answer
-                self._stop_agreements.begin(self._last_call, event.cause)
+                self._hold_steps(self._last_call, event.cause)
         elif not self._calls and not event.is_from_job and (self.starts or self._node is not None):
             signum = signal.SIGTERM if event.signum is None else event.signum  # between two attempts
             self.interrupted = self.interrupted or m.Interrupted(signum, m.InterruptCause.STOP_REQUEST)
@@ -303,10 +296,10 @@ class EventLoop:
     def agree_on_step(self, step: int | None, cause: str) -> None:
         """Make the ranks stop after the step that all nodes have agreed on. None: at their next call of `should_stop`."""
         if self._last_call is not None:
-            self._stop_agreements.agree(self._last_call, step, cause)
+            self._last_call.stop_after_step(step, cause, self._deferred_log)
 
     def send_statuses(self, receive: Callable[[Sequence[RankStatus]], object]) -> None:
-        receive(current_statuses(self._ranks.values(), self._pool))
+        receive(current_statuses(self._ranks.values()))
         self._outbox.wake()
 
     def send_stacks(self, receive: Callable[[Stacks], object]) -> None:
@@ -316,7 +309,7 @@ class EventLoop:
         """Answer another program, see running_jobs.py. None: it asks what this version does not know."""
         asked = question.get("ask")
         if asked == "status":
-            statuses = current_statuses(self._ranks.values(), self._pool)
+            statuses = current_statuses(self._ranks.values())
             started_at = self._event_bus.wall_time(self._event_bus.started_at)
             visitor.answer((self._event_bus.run_id, self._spec.fn_name, started_at, self.state, statuses))
         elif asked == "stacks":
@@ -332,7 +325,7 @@ class EventLoop:
         elif asked == "debug":
             number = question.get("rank")
             rank = self._ranks.get(number) if isinstance(number, int) else None
-            is_opening = rank is not None and self._pool.request_visit(rank)
+            is_opening = rank is not None and rank.request_visit()
             if rank is not None and is_opening:
                 self._visits[rank.number] = visitor
             visitor.answer(is_opening)
@@ -403,7 +396,7 @@ class EventLoop:
             return
         if not all(rank.is_ready for rank in ranks):
             self.timers.call_at(monotonic() + limit, partial(self._warn_without_heartbeats, call))
-        elif all(self._pool.read_heartbeat_time(rank) is None for rank in ranks):
+        elif all(rank.slot.read_heartbeat_time() is None for rank in ranks):
             text = "no rank has called report() or heartbeat() in %g s, so heartbeat_timeout=%g does not apply yet"
             self._deferred_log.warning(text, limit, limit)
 
@@ -445,10 +438,6 @@ class EventLoop:
                     call.lost_elsewhere = self._lost_ranks
                 self._handle(call, m.EndCall(m.StopReason.INTERRUPTED))
         self._end_idle_ranks(politely=but is not None)
-
-    def _is_current(self, call: Call) -> bool:
-        """Return whether the ranks of the call have got no other call, and no other rank has taken their place."""
-        return all(self._ranks.get(number) is rank and rank.call is call for number, rank in call.members.items())
 
     def _make_monitor(self, call: Call | None) -> CollectiveMonitor:
         """Make the monitor of the collectives of one call of a WorkerGroup, or of a run if `call` is None."""
@@ -551,7 +540,7 @@ class EventLoop:
 
     def _execute(self, call: Call, action: m.Action) -> None:
         if isinstance(action, m.ReadHeartbeats):
-            beats = {rank: self._pool.read_heartbeat_time(call.members[rank]) for rank in action.ranks}
+            beats = {rank: call.members[rank].slot.read_heartbeat_time() for rank in action.ranks}
             self._handle(call, m.HeartbeatsRead(beats))
             return
         rank = call.members[action.rank]
@@ -560,7 +549,7 @@ class EventLoop:
             return
         if isinstance(action, m.CallRank):
             assert call.payload is not None
-            self._pool.send_call(rank, call.number, call.payload)
+            rank.send_call(call.number, call.payload)
         elif isinstance(action, m.RequestExit):
             rank.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
@@ -585,7 +574,7 @@ class EventLoop:
 
     def _send_signal(self, call: Call, rank: Rank, signum: int) -> None:
         if signum == signal.SIGINT:
-            self._pool.interrupt_call(rank, call.number)
+            rank.interrupt_call(call.number)
         else:
             rank.process.send_signal_to_group(signum)
         observed = rank.observations
@@ -603,10 +592,13 @@ class EventLoop:
         call.known_stage, call.known_outcome, call.known_stop_request = stage, outcome, machine.stop_request
         is_new_stage = stage is not stage_before
         if machine.stop_request is not None and request_before is None:
-            self._stop_agreements.begin(call, machine.stop_request.cause)
+            self._hold_steps(call, machine.stop_request.cause)
         is_stop_beginning = outcome_before[0] is None or stage_before is m.CallStage.DUMPING_STACKS
         if machine.is_stop_overdue and is_stop_beginning and stage is not m.CallStage.DUMPING_STACKS:
-            self._log_overdue_ranks(call)
+            for rank in call.members.values():
+                if not rank.is_reaped:
+                    self._reader.take_stacks(rank)
+            call.log_overdue_ranks(self._deferred_log)
         if self._node is not None and (outcome != outcome_before or (is_new_stage and stage is m.CallStage.FINISHED)):
             self._node.on_outcome_change(machine)
         if is_new_stage and stage in (m.CallStage.AWAITING_ROOT_CAUSE, m.CallStage.DUMPING_STACKS):
@@ -643,13 +635,20 @@ class EventLoop:
         verdict = call.monitor.final_verdict
         return call.make_evidence(hostname=self._hostname, helpers_oom=helpers_oom, collective_verdict=verdict)
 
-    def _log_overdue_ranks(self, call: Call) -> None:
-        timeout = self._spec.stop_policy.timeout
-        assert timeout is not None
+    def _hold_steps(self, call: Call, cause: str) -> None:
+        """Make each rank wait at its next call of `should_stop`, and let them agree HOLD_SECONDS later."""
         for rank in call.members.values():
-            if not rank.is_reaped:
-                self._reader.take_stacks(rank)
-        self._stop_agreements.log_overdue_ranks(call, timeout)
+            rank.slot.stop_memory.hold()
+        self.timers.call_at(monotonic() + HOLD_SECONDS, partial(self._agree, call, cause))
+
+    def _agree(self, call: Call, cause: str) -> None:
+        if any(self._ranks.get(number) is not rank or rank.call is not call for number, rank in call.members.items()):
+            return  # the ranks have another call meanwhile
+        steps = [step for rank in call.members.values() if (step := rank.slot.stop_memory.read_passed_step()) is not None]
+        if self._node is None:
+            call.stop_after_step(max(steps, default=None), cause, self._deferred_log)
+        else:
+            self._node.on_steps_held(max(steps, default=None))
 
     def _publish_state(self) -> None:
         state = self._find_state()

@@ -19,34 +19,24 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from mpwatch.os_support.cpython_private import call_before_joining_threads, exit_by_sigint
 from mpwatch.os_support.processes import wait_for_thread_exit
 
+if TYPE_CHECKING:
+    from mpwatch.watcher.signals import Signals
+
 CALLER_SECONDS = 1.0  # how long the caller's thread may take to handle its KeyboardInterrupt
 
 
-class CallOfThread(Protocol):
-    thread_id: int
-    pid: int
-    is_over: threading.Event
-    ends_with_program: bool
-
-    def interrupt(self) -> None:
-        """Do what Ctrl-C does in the main thread."""
-
-    def end_with_program(self) -> None:
-        """Stop the ranks: the program does not wait for the thread of this call."""
-
-
-_calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
+_calls: "WeakValueDictionary[int, Signals]" = WeakValueDictionary()
 _is_interrupted = False
 _has_ended = False
 
 
-def add_call(call: CallOfThread) -> None:
+def add_call(call: "Signals") -> None:
     prepare()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -55,7 +45,7 @@ def add_call(call: CallOfThread) -> None:
         call.end_with_program()
 
 
-def remove_call(call: CallOfThread) -> None:
+def remove_call(call: "Signals") -> None:
     _calls.pop(id(call), None)
     call.is_over.set()
 
@@ -90,9 +80,9 @@ def _interrupt_and_wait() -> None:
     if is_interrupted:
         _interrupt_calls()
     else:
-        for call in _list_ending_calls():
+        for call in _list_calls(only_ending=True):
             call.end_with_program()
-    while calls := _list_calls() if is_interrupted else _list_ending_calls():
+    while calls := _list_calls(only_ending=not is_interrupted):
         calls[0].is_over.wait()
         # not `join`: before Python 3.13, it returns at once if Ctrl-C has ended another `join` of that thread
         wait_for_thread_exit(calls[0].thread_id, CALLER_SECONDS)
@@ -107,11 +97,7 @@ def _interrupt_calls() -> None:
         call.interrupt()
 
 
-def _list_calls() -> list[CallOfThread]:
+def _list_calls(*, only_ending: bool = False) -> "list[Signals]":
     """Return the running calls. In a fork, `_calls` also has those of the parent process."""
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
-    return [call for call in calls if call.pid == os.getpid()]
-
-
-def _list_ending_calls() -> list[CallOfThread]:
-    return [call for call in _list_calls() if call.ends_with_program]
+    return [call for call in calls if call.pid == os.getpid() and (call.ends_with_program or not only_ending)]

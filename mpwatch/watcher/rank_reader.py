@@ -223,8 +223,8 @@ class RankReader:
         observed.startup_output = parser.failed_startup_output
 
     def read_slot(self, rank: Rank) -> None:
-        rank.observations.heartbeat = self._pool.read_heartbeat(rank)
-        rank.observations.stopped_step = self._pool.get_stop_memory(rank.number).read_stopped_step()
+        rank.observations.heartbeat = rank.slot.read_heartbeat()
+        rank.observations.stopped_step = rank.slot.stop_memory.read_stopped_step()
 
     def take_stacks(self, rank: Rank) -> None:
         """Store the rank's stacks, if they were dumped for the report."""

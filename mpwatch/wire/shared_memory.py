@@ -37,6 +37,7 @@ HEARTBEAT_SIZE = 4096
 CALL_NUMBER = struct.Struct("Q")
 STOP_AT = 0  # where the stop memory begins in a slot
 HEARTBEAT_AT = STOP_AT + len(stop_step.CLEARED)
+VISIT_AT = SLOT_SIZE - CALL_NUMBER.size - 1
 
 # A time of CLOCK_MONOTONIC. It is 0 before the first heartbeat, and infinity if no heartbeat will follow. In native byte
 # order the time is written at once.
@@ -58,29 +59,10 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
         os.close(fd)
 
 
-def clear_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear what the previous call of the rank has left."""
-    os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
-    os.pwrite(fd, b"\0", slot * SLOT_SIZE + VISIT_AT)
-
-
-def record_interrupt(fd: int, slot: int, call: int) -> None:
-    """In the watcher: write the number of the call that SIGINT is about to interrupt."""
-    os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
-
-
 def read_interrupted_call(memory: mmap.mmap) -> int:
     """In the rank: return the number of the last call that the watcher has interrupted, or 0 if there was none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
-
-
-VISIT_AT = SLOT_SIZE - CALL_NUMBER.size - 1
-
-
-def request_visit(fd: int, slot: int) -> None:
-    """In the watcher: let the next request for stacks open a prompt."""
-    os.pwrite(fd, b"\1", slot * SLOT_SIZE + VISIT_AT)
 
 
 def take_visit(memory: mmap.mmap) -> bool:
@@ -138,25 +120,43 @@ class HeartbeatWriter:
         self._memory[HEARTBEAT_AT : HEARTBEAT_AT + len(record)] = record
 
 
-def read_heartbeat_time(fd: int, slot: int) -> float | None:
-    """In the watcher: return the time of the rank's last heartbeat, or None if the rank has sent no heartbeat."""
-    (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(fd, HEARTBEAT_TIME.size, slot * SLOT_SIZE + HEARTBEAT_AT))
-    return heartbeat_at or None
+class Slot:
+    """The watcher's side: the slot of one rank, even of a dead one. `fd` is that of the file."""
 
+    def __init__(self, fd: int, number: int) -> None:
+        self._fd, self._start = fd, number * SLOT_SIZE
+        self.stop_memory = stop_step.StopMemory(fd, self._start + STOP_AT)
 
-def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
-    """In the watcher: return the rank's last heartbeat and report. Leave out a report whose checksum is wrong."""
-    for _ in range(MAX_READS):
-        data = os.pread(fd, HEARTBEAT_SIZE, slot * SLOT_SIZE + HEARTBEAT_AT)
-        (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
-        checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
-        body = data[NO_REPORT.size :][:length]
-        if length and len(body) == length and crc32(body) == checksum:
-            return HeartbeatSample(heartbeat_at or None, Report(*marshal.loads(body)))
-        if not length:
-            break
-    return HeartbeatSample(heartbeat_at or None, None)
+    def clear(self) -> None:
+        """Clear what the previous call of the rank has left."""
+        self._write(STOP_AT, CLEARED)
+        self._write(VISIT_AT, b"\0")
 
+    def record_interrupt(self, call: int) -> None:
+        """Write the number of the call that SIGINT is about to interrupt."""
+        self._write(SLOT_SIZE - CALL_NUMBER.size, CALL_NUMBER.pack(call))
 
-def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
-    return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
+    def request_visit(self) -> None:
+        """Let the next request for stacks open a prompt."""
+        self._write(VISIT_AT, b"\1")
+
+    def read_heartbeat_time(self) -> float | None:
+        """Return only the time of the last heartbeat, None if there was none. This is faster than `read_heartbeat`."""
+        (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(self._fd, HEARTBEAT_TIME.size, self._start + HEARTBEAT_AT))
+        return heartbeat_at or None
+
+    def read_heartbeat(self) -> HeartbeatSample:
+        """Return the last heartbeat and report. Leave out a report whose checksum is wrong."""
+        for _ in range(MAX_READS):
+            data = os.pread(self._fd, HEARTBEAT_SIZE, self._start + HEARTBEAT_AT)
+            (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
+            checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
+            body = data[NO_REPORT.size :][:length]
+            if length and len(body) == length and crc32(body) == checksum:
+                return HeartbeatSample(heartbeat_at or None, Report(*marshal.loads(body)))
+            if not length:
+                break
+        return HeartbeatSample(heartbeat_at or None, None)
+
+    def _write(self, at: int, data: bytes) -> None:
+        os.pwrite(self._fd, data, self._start + at)

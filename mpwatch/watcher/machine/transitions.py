@@ -89,17 +89,14 @@ class RankEvent:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
 class Ready(RankEvent):
     """The rank is ready for a call."""
 
 
-@dataclass(frozen=True, slots=True)
 class Returned(RankEvent):
     """The rank's function has returned."""
 
 
-@dataclass(frozen=True, slots=True)
 class Failing(RankEvent):
     """The rank's function has raised an exception, and the rank has not reported this exception yet."""
 
@@ -111,17 +108,14 @@ class Failed(RankEvent):
     is_secondary: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class DetailsReceived(RankEvent):
     """The rank has sent the details of its exception."""
 
 
-@dataclass(frozen=True, slots=True)
 class StackDumped(RankEvent):
     """The rank has answered DumpStacks or RequestCollectives, or cannot answer."""
 
 
-@dataclass(frozen=True, slots=True)
 class Exited(RankEvent):
     """The rank's process has exited, and the watcher has handled all messages that the rank had sent."""
 
@@ -204,29 +198,35 @@ Event = RankEvent | HeartbeatsRead | Interrupted | StopRequested | Shutdown | En
 
 
 @dataclass(frozen=True, slots=True)
-class CallRank:
+class RankAction:
+    rank: int
+
+
+class CallRank(RankAction):
     """Send the function and its arguments to the rank."""
 
-    rank: int
+
+class RequestExit(RankAction):
+    """Ask a rank that waits for a call to exit."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestExit:
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class DumpStacks:
+class DumpStacks(RankAction):
     """Ask the rank for the stacks of its threads. StackDumped is the answer."""
 
-    rank: int
+
+class RequestCollectives(RankAction):
+    """Ask a rank whose function has returned for its collectives. StackDumped is the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestCollectives:
-    """Ask a rank whose function has returned for its collectives. StackDumped is the answer."""
+class SendSignal(RankAction):
+    """Send SIGINT to the rank's own process, or any other signal to the rank's process group."""
 
-    rank: int
+    signum: int
+
+
+class AbandonRank(RankAction):
+    """Stop waiting for the rank's process, which SIGKILL did not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,22 +236,7 @@ class ReadHeartbeats:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendSignal:
-    """Send SIGINT to the rank's own process, or any other signal to the rank's process group."""
-
-    rank: int
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class AbandonRank:
-    """Stop waiting for the rank's process, which SIGKILL did not end."""
-
-    rank: int
-
-
-Action = CallRank | RequestExit | DumpStacks | RequestCollectives | ReadHeartbeats | SendSignal | AbandonRank
+Action = RankAction | ReadHeartbeats
 
 
 class IllegalEventError(Exception):

@@ -9,7 +9,6 @@ from mpwatch.os_support.processes import ProcessUsage, read_process_usage
 from mpwatch.results.model import RankStatus, WorkerState
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine.transitions import RankPhase
-from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.shared_memory import HeartbeatSample
@@ -25,8 +24,8 @@ STATES = {
 }
 
 
-def current_statuses(ranks: Iterable[Rank], pool: ProcessPool) -> list[RankStatus]:
-    return sorted((_current_status(rank, pool) for rank in ranks), key=lambda status: status.rank)
+def current_statuses(ranks: Iterable[Rank]) -> list[RankStatus]:
+    return sorted(map(_current_status, ranks), key=lambda status: status.rank)
 
 
 def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
@@ -38,7 +37,7 @@ def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
     return sorted(statuses, key=lambda status: status.rank)
 
 
-def _current_status(rank: Rank, pool: ProcessPool) -> RankStatus:
+def _current_status(rank: Rank) -> RankStatus:
     observed, machine = rank.observations, None if rank.call is None else rank.call.machine
     stopped_at = None if machine is None else machine.stopped_at
     if rank.is_reaped:
@@ -49,7 +48,7 @@ def _current_status(rank: Rank, pool: ProcessPool) -> RankStatus:
         state = WorkerState.UNHEALTHY
     state = state or _final_state(observed, stopped_at)
     usage = read_process_usage(observed.pid) if observed.pid is not None else None
-    heartbeat = pool.read_heartbeat(rank)
+    heartbeat = rank.slot.read_heartbeat()
     status = _build_status(observed, state, heartbeat, usage, monotonic())  # time last: no heartbeat is later than that
     late = None if rank.call is None else rank.call.monitor.lateness
     return replace(status, lateness=late) if late is not None and late.rank == rank.number else status

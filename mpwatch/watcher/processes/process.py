@@ -25,7 +25,7 @@ from contextlib import ExitStack, closing, suppress
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpython_private import get_logging_setup, get_original_dir
@@ -41,22 +41,22 @@ POLL_SECONDS = 0.001
 TOLERATE_FAILURE = suppress(ProcessLookupError, PermissionError)  # a setuid helper, for example, may not be signalled
 
 
-class Surroundings(NamedTuple):
-    """What a rank has from its first instruction on."""
-
-    description: Sequence[str]  # `ps` shows it at the end of the command line
-    env: dict[str, str]
-    stdout: int | None  # None: that of this process
-    stderr: int
-    passed_fds: Sequence[int]
-    cpus: frozenset[int] | None  # None: those of this process
-
-
 class WatchedProcess:
     """`pid` is also the number of the process group. `sentinel` is readable when the process has ended."""
 
-    def __init__(self, launch_info: LaunchInfo, name: str, around: Surroundings) -> None:
-        """Start a rank. `launch_info` is what it reads first. Raises OSError and RuntimeError."""
+    def __init__(
+        self,
+        launch_info: LaunchInfo,  # what the rank reads first
+        name: str,
+        *,
+        description: Sequence[str],  # `ps` shows it at the end of the command line
+        env: dict[str, str],
+        stdout: int | None,  # None: that of this process
+        stderr: int,
+        passed_fds: Sequence[int],
+        cpus: frozenset[int] | None,  # None: those of this process
+    ) -> None:
+        """Start a rank. Raises OSError and RuntimeError."""
         tracker_fd: Any = resource_tracker.getfd()
         data = _pickle(RankProcess(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True)))
         self._is_reaped = False
@@ -70,12 +70,10 @@ class WatchedProcess:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
             if not getattr(sys, "frozen", False):  # there multiprocessing reads all arguments (freeze_support)
                 # Without -P, a signal.py in the current folder would run instead of Python's own module.
-                command = [command[0], "-P", *command[1:], *around.description]
-            fds = [child_r, tracker_fd, *around.passed_fds]
-            with limit_thread_to(around.cpus):  # the rank inherits it, so its interpreter is bound from the start
-                self.pid = start_process(
-                    command, around.env, fds, stdout=around.stdout, stderr=around.stderr, leads_group=True
-                )
+                command = [command[0], "-P", *command[1:], *description]
+            fds = [child_r, tracker_fd, *passed_fds]
+            with limit_thread_to(cpus):  # the rank inherits it, so its interpreter is bound from the start
+                self.pid = start_process(command, env, fds, stdout=stdout, stderr=stderr, leads_group=True)
             with ExitStack() as if_unwatched:
                 if_unwatched.callback(os.waitpid, self.pid, 0)
                 if_unwatched.callback(os.kill, self.pid, signal.SIGKILL)

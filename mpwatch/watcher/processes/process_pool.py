@@ -29,30 +29,17 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
 from mpwatch.os_support.processes import group_exists, group_members, open_pidfd, reap_adopted
-from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
-from mpwatch.watcher.processes.process import Surroundings, WatchedProcess
+from mpwatch.watcher.processes.process import WatchedProcess
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import MessageKind, encode_call
-from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.resource_errors import with_remedy
-from mpwatch.wire.shared_memory import (
-    SLOT_SIZE,
-    HeartbeatSample,
-    clear_slot,
-    get_stop_memory,
-    read_heartbeat,
-    read_heartbeat_time,
-    record_interrupt,
-    request_visit,
-)
-from mpwatch.wire.stop_step import StopMemory
+from mpwatch.wire.shared_memory import SLOT_SIZE, Slot
 
 NAME_LENGTH = 80  # of the function's name in a command line
 ID_LENGTH = 8  # of the run's id in a command line
@@ -102,7 +89,10 @@ class ProcessPool:
 
     def _start(self, setup: RankSetup) -> Rank:
         worker = setup.worker
-        slot = self._allocate_slot(worker.rank)
+        slot_number = self._slots.setdefault(worker.rank, len(self._slots))
+        os.ftruncate(self._slots_fd, len(self._slots) * SLOT_SIZE)
+        slot = Slot(self._slots_fd, slot_number)
+        slot.clear()
         with ExitStack() as kept, ExitStack() as passed:
             channel, rank_channel = socket.socketpair()
             kept.enter_context(channel)
@@ -118,7 +108,7 @@ class ProcessPool:
                 _worker_fields(worker),
                 rank_channel.fileno(),
                 self._slots_fd,
-                slot,
+                slot_number,
                 stderr,
                 is_captured=stdio.is_captured,
                 capture_locals=self._spec.debug == "locals",
@@ -127,68 +117,22 @@ class ProcessPool:
                 ignored_signals=self._ignored_signals,
                 guardian_fds=tuple(self.guardian.fds_for_ranks),
             )
-            surroundings = Surroundings(
-                _describe_rank(worker, self._spec.fn_name),
-                setup.env,
-                stdout=stdio.stdout,
-                stderr=rank_stack_pipe,
-                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
-                cpus=setup.cpus,
-            )
             with _block_signals(self._ignored_signals):
-                process = WatchedProcess(launch_info, f"mpwatch-rank-{worker.rank}", surroundings)
+                process = WatchedProcess(
+                    launch_info,
+                    f"mpwatch-rank-{worker.rank}",
+                    description=_describe_rank(worker, self._spec.fn_name),
+                    env=setup.env,
+                    stdout=stdio.stdout,
+                    stderr=rank_stack_pipe,
+                    passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
+                    cpus=setup.cpus,
+                )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
-            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, stdio=stdio)
+            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, slot=slot, stdio=stdio)
             kept.pop_all()
             self.guardian.guard(process.pid)
         return rank
-
-    def _allocate_slot(self, rank: int) -> int:
-        if rank not in self._slots:  # else it was started before
-            self._slots[rank] = len(self._slots)
-            os.ftruncate(self._slots_fd, len(self._slots) * SLOT_SIZE)
-        clear_slot(self._slots_fd, self._slots[rank])
-        return self._slots[rank]
-
-    def send_call(self, rank: Rank, number: int, payload: Payload) -> None:
-        """Raises LaunchError. Before the first call, the rank gets what its interpreter has printed, and writes it to its
-        stderr: this write can block, and the watcher must not.
-        """
-        try:
-            if rank.stack_parser.startup_output:
-                rank.send_file(MessageKind.STARTUP_OUTPUT, rank.stack_parser.startup_output)
-                rank.stack_parser.startup_output = b""
-            rank.send_frame(encode_call(number, payload.body), payload.fds)
-        except OSError as error:
-            raise LaunchError(with_remedy(f"the call could not be sent to rank {rank.number}", error)) from error
-
-    def interrupt_call(self, rank: Rank, number: int) -> None:
-        """Send SIGINT. It names the call, so that the rank ignores it if it comes in the next one."""
-        record_interrupt(self._slots_fd, self._slots[rank.number], number)
-        rank.process.send_signal(signal.SIGINT)
-
-    def request_visit(self, rank: Rank) -> bool:
-        """Make a rank open a prompt of its debugger for another program. Return False if it cannot."""
-        if PYTHON_DUMP_SIGNAL is None or not rank.can_open_prompt():
-            return False
-        request_visit(self._slots_fd, self._slots[rank.number])
-        rank.process.send_signal(PYTHON_DUMP_SIGNAL)
-        return True
-
-    def read_heartbeat(self, rank: Rank) -> HeartbeatSample:
-        return read_heartbeat(self._slots_fd, self._slots[rank.number])
-
-    def read_heartbeat_time(self, rank: Rank) -> float | None:
-        """Read only the time of the rank's last heartbeat. This method is faster than `read_heartbeat`."""
-        return read_heartbeat_time(self._slots_fd, self._slots[rank.number])
-
-    def get_stop_memory(self, rank: int) -> StopMemory:
-        """Return the StopMemory of a rank that was started, even if the rank is dead."""
-        return get_stop_memory(self._slots_fd, self._slots[rank])
-
-    def begin_call(self, rank: Rank) -> None:
-        clear_slot(self._slots_fd, self._slots[rank.number])
-        rank.observations.stderr_tail.clear()
 
     def reap(self, rank: Rank) -> None:
         pid, killed_at = rank.process.pid, monotonic()

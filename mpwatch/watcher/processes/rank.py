@@ -9,11 +9,13 @@ watcher <--- sentinel of the process: it is readable when the rank is dead
 
 import errno
 import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from mpwatch.errors import LaunchError
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
@@ -33,8 +35,18 @@ from mpwatch.watcher.processes.collective_sockets import CollectiveSockets
 from mpwatch.watcher.processes.process import WatchedProcess
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
-from mpwatch.wire.messages import MAX_DESCRIPTORS, READY_BODY, FrameDecoder, Message, MessageKind, encode_frame
+from mpwatch.wire.messages import (
+    MAX_DESCRIPTORS,
+    READY_BODY,
+    FrameDecoder,
+    Message,
+    MessageKind,
+    encode_call,
+    encode_frame,
+)
+from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.resource_errors import with_remedy
+from mpwatch.wire.shared_memory import Slot
 
 READ_SIZE = 1 << 18
 DRAIN_LIMIT = 1 << 26  # bytes to read from one channel in a wake-up, at most, so that the others are read, too
@@ -60,6 +72,7 @@ class Rank:
         stack_pipe: int,
         selector: Selector[Any],
         *,
+        slot: Slot,
         stdio: StdioFds,
     ) -> None:
         self.setup = setup
@@ -69,7 +82,7 @@ class Rank:
         self.started_at = self.run_started_at = monotonic()  # of the process; of the run or the call
         self.process = process
         self.observations = RankObservations(setup.worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
-        self.stdio = stdio
+        self.stdio, self.slot = stdio, slot
         self.stack_parser = StackDumpParser()
         self.collective_sockets = CollectiveSockets(selector)
         self.awaits_dump = False
@@ -97,14 +110,13 @@ class Rank:
         self._selector.add(self._stack_pipe, on_stack_data)
         self._selector.add(self.process.sentinel, on_exit)
 
-    def reset_observations(self) -> RankObservations:
+    def reset_observations(self) -> None:
         before = self.observations
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=self.is_ready
         )
         self.stack_parser.end_dump()
         self.awaits_dump = False
-        return self.observations
 
     def close(self) -> None:
         self._close_channel()
@@ -122,6 +134,34 @@ class Rank:
     def send(self, kind: MessageKind, fds: Sequence[int] = ()) -> None:
         self.send_frame(encode_frame(kind), fds)
 
+    def send_call(self, number: int, payload: Payload) -> None:
+        """Raises LaunchError. Before the first call, the rank gets what its interpreter has printed, and writes it to its
+        stderr: this write can block, and the watcher must not.
+        """
+        try:
+            if self.stack_parser.startup_output:
+                with open_anonymous_file("mpwatch-message") as file:
+                    write_all(file.fileno(), self.stack_parser.startup_output)
+                    self.send(MessageKind.STARTUP_OUTPUT, [file.fileno()])
+                self.stack_parser.startup_output = b""
+            self.send_frame(encode_call(number, payload.body), payload.fds)
+        except OSError as error:
+            raise LaunchError(with_remedy(f"the call could not be sent to rank {self.number}", error)) from error
+
+    def interrupt_call(self, number: int) -> None:
+        """Send SIGINT. It names the call, so that the rank ignores it if it comes in the next one."""
+        self.slot.record_interrupt(number)
+        self.process.send_signal(signal.SIGINT)
+
+    def request_visit(self) -> bool:
+        """Make the rank open a prompt of its debugger for another program. Return False if it cannot."""
+        is_in_function = self.call is not None and self.observations.answer is None
+        if PYTHON_DUMP_SIGNAL is None or not is_in_function or not self._can_dump_stacks(PYTHON_DUMP_SIGNAL):
+            return False
+        self.slot.request_visit()
+        self.process.send_signal(PYTHON_DUMP_SIGNAL)
+        return True
+
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message of at most a few thousand bytes. Never blocks, since the buffer is empty then. Raises OSError."""
         if self.channel.fileno() == -1:
@@ -132,12 +172,6 @@ class Rank:
                 self._send(encode_frame(MessageKind.DESCRIPTORS), fds[:MAX_DESCRIPTORS])
                 fds = fds[MAX_DESCRIPTORS:]
             self._send(frame, fds)
-
-    def send_file(self, kind: MessageKind, data: bytes) -> None:
-        """Write data of any size to an anonymous file, and send the file's descriptor in a message. Raises OSError."""
-        with open_anonymous_file("mpwatch-message") as file:
-            write_all(file.fileno(), data)
-            self.send(kind, [file.fileno()])
 
     def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         if fds:
@@ -223,9 +257,6 @@ class Rank:
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
             self.process.send_signal(NATIVE_DUMP_SIGNAL)
-
-    def can_open_prompt(self) -> bool:
-        return self.call is not None and self.observations.answer is None and self._can_dump_stacks(PYTHON_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Not a stopped rank, nor one that has replaced itself with another program. One that has closed its end of the

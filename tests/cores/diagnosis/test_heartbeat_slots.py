@@ -5,7 +5,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from mpwatch.wire.shared_memory import HEARTBEAT_AT, HEARTBEAT_SIZE, SLOT_SIZE, HeartbeatWriter, open_slot, read_heartbeat
+from mpwatch.wire.shared_memory import HEARTBEAT_AT, HEARTBEAT_SIZE, SLOT_SIZE, HeartbeatWriter, Slot, open_slot
 
 
 @pytest.fixture
@@ -17,18 +17,19 @@ def memory():
 
 def test_a_slot_has_the_last_heartbeat_and_the_last_report(memory):
     rank_1 = HeartbeatWriter(open_slot(os.dup(memory), 1))
-    assert read_heartbeat(memory, 1).beat_at is None
+    assert Slot(memory, 1).read_heartbeat().beat_at is None
     rank_1.write_report(3, None, {"loss": 0.1})
     rank_1.write_heartbeat()
-    last = read_heartbeat(memory, 1)
+    last = Slot(memory, 1).read_heartbeat()
     report = last.report
     assert (report.step, report.total, report.metrics) == (3, None, {"loss": 0.1})
     assert report.at <= last.beat_at
-    assert (read_heartbeat(memory, 0).beat_at, read_heartbeat(memory, 0).report) == (None, None)
+    other = Slot(memory, 0).read_heartbeat()
+    assert (other.beat_at, other.report) == (None, None)
 
 
 @pytest.mark.parametrize(("text", "at"), [(b"x", HEARTBEAT_AT + 20), (b"\xff" * HEARTBEAT_SIZE, HEARTBEAT_AT)])
 def test_a_report_that_is_half_written_or_overwritten_is_ignored(memory, text, at):
     HeartbeatWriter(open_slot(os.dup(memory), 0)).write_report(3, 4, {"loss": 0.1})
     os.pwrite(memory, text, at)
-    assert read_heartbeat(memory, 0).report is None
+    assert Slot(memory, 0).read_heartbeat().report is None
