@@ -23,11 +23,11 @@ from mpwatch.options.validation import check_flag, refuse_unknown
 from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.host_check import check_host
-from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.view_driver import MakeView
-from mpwatch.watcher.run import pack_spec, run_single_node
+from mpwatch.watcher.pack_call import pack_spec
+from mpwatch.watcher.restarts.run_controller import run_single_node
 from mpwatch.watcher.running_calls import add_call
-from mpwatch.watcher.signal_options import refuse_signals
+from mpwatch.watcher.signals import refuse_signals
 
 if TYPE_CHECKING:
     from mpwatch.run_handle import RunHandle
@@ -247,7 +247,6 @@ def make_handle(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check
 
     __tracebackhide__ = True
     check_host()
-    check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
     add_call(handle, RunHandle._ask_to_stop)

@@ -20,7 +20,7 @@ from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, 
 from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import format_report
-from mpwatch.watcher.run import pack_spec
+from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
 

@@ -56,11 +56,11 @@ from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
+from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups
 from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
 from mpwatch.watcher.restarts.run_controller import RunController, make_empty_result, publish_outcomes
-from mpwatch.watcher.run import pack_spec
-from mpwatch.watcher.signal_options import check_stop_signals
+from mpwatch.watcher.signals import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.pickling.call_payload import Payload
 

@@ -98,10 +98,6 @@ class Call:
     def attempt(self) -> int:
         return next(iter(self.members.values())).setup.worker.restart_count
 
-    def update_deadline(self) -> None:
-        deadline = self.machine.deadline
-        self.due_at = math.inf if deadline is None else deadline
-
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """Pass an event to the machine, publish what observers see of it, and return the machine's actions."""
         machine = self.machine

@@ -279,7 +279,7 @@ class EventLoop:
         self.timers.shift(seconds)
         for call in self._calls:
             self._handle(call, m.Resumed(suspension.requested_at))
-            call.update_deadline()
+            call.due_at = call.machine.deadline
             call.monitor.restart_waits()
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
@@ -470,12 +470,10 @@ class EventLoop:
 
     # ---- one wake-up
 
-    def _seconds_to_wait(self) -> float | None:
+    def _seconds_to_wait(self) -> float:
         if self._events or self._actions:
             return 0.0
-        deadline = min((call.due_at for call in self._calls), default=math.inf)
-        deadline = min(deadline, self.timers.due_at)
-        return None if deadline == math.inf else deadline - monotonic()
+        return min([self.timers.due_at, *(call.due_at for call in self._calls)]) - monotonic()
 
     def _settle(self) -> None:
         """After everything was read: decide, act, and answer the calls that are over."""
@@ -586,7 +584,7 @@ class EventLoop:
         if call not in self._calls:
             return
         machine = call.machine
-        call.update_deadline()
+        call.due_at = machine.deadline
         stage, outcome = machine.stage, (machine.stop_reason, machine.signum)
         stage_before, outcome_before, request_before = call.known_stage, call.known_outcome, call.known_stop_request
         call.known_stage, call.known_outcome, call.known_stop_request = stage, outcome, machine.stop_request

@@ -36,7 +36,7 @@ from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
-from mpwatch.watcher.signal_options import check_stop_signals
+from mpwatch.watcher.signals import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 

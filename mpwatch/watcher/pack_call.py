@@ -6,6 +6,7 @@ from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.per_rank import find_per_rank, format_argument
+from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.validation import name_of
 from mpwatch.wire.pickling import unpicklable
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload, pack
@@ -15,6 +16,13 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 def pack_call(call: FunctionCall) -> Payload:
     _split_call(call)
     return _pack(call, partial(_name_parts, call))
+
+
+def pack_spec(spec: WorkerSpec[Any]) -> Payload:
+    backend = spec.torch_backend
+    return pack_call(
+        FunctionCall(spec.fn, tuple(spec.args), spec.kwargs or {}, backend.name, backend_timeout=backend.timeout)
+    )
 
 
 def pack_items(fn: Callable[..., Any], items: Mapping[str, Any]) -> Payload:

@@ -19,24 +19,34 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from mpwatch.os_support.cpython_private import call_before_joining_threads, exit_by_sigint
 from mpwatch.os_support.processes import wait_for_thread_exit
 
-if TYPE_CHECKING:
-    from mpwatch.watcher.signals import Signals
-
 CALLER_SECONDS = 1.0  # how long the caller's thread may take to handle its KeyboardInterrupt
 
 
-_calls: "WeakValueDictionary[int, Signals]" = WeakValueDictionary()
+class CallOfThread(Protocol):
+    thread_id: int
+    pid: int
+    is_over: threading.Event
+    ends_with_program: bool
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does in the main thread."""
+
+    def end_with_program(self) -> None:
+        """Stop the ranks: the program does not wait for the thread of this call."""
+
+
+_calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
 _is_interrupted = False
 _has_ended = False
 
 
-def add_call(call: "Signals") -> None:
+def add_call(call: CallOfThread) -> None:
     prepare()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -45,7 +55,7 @@ def add_call(call: "Signals") -> None:
         call.end_with_program()
 
 
-def remove_call(call: "Signals") -> None:
+def remove_call(call: CallOfThread) -> None:
     _calls.pop(id(call), None)
     call.is_over.set()
 
@@ -97,7 +107,7 @@ def _interrupt_calls() -> None:
         call.interrupt()
 
 
-def _list_calls(*, only_ending: bool = False) -> "list[Signals]":
+def _list_calls(*, only_ending: bool = False) -> list[CallOfThread]:
     """Return the running calls. In a fork, `_calls` also has those of the parent process."""
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
     return [call for call in calls if call.pid == os.getpid() and (call.ends_with_program or not only_ending)]

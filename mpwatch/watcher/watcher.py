@@ -26,7 +26,6 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.event_loop import EventLoop, Node
-from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus, ProgressEvents
@@ -42,7 +41,7 @@ ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks
 
 
 class WaitingThread(Protocol):
-    """The attribute of a Caller (caller.py) that decides who serves the debugger."""
+    """A Caller (caller.py)."""
 
     is_over: bool
 
@@ -55,7 +54,6 @@ class Watcher:
     """
 
     def __init__(self, spec: GroupSpec, event_bus: EventBus, *, keep_ranks: bool, node: Node | None = None) -> None:
-        check_not_importing()
         assert isinstance(spec.nprocs, int)  # see GroupSpec
         self._spec, self._event_bus, self.keeps_ranks = spec, event_bus, keep_ranks
         self.outbox = event_bus.outbox

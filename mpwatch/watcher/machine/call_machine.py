@@ -66,7 +66,8 @@ class CallMachine:
         self.is_stop_overdue = False  # the ranks have not returned within `stop_timeout`
         self.never_ready: list[int] = []
         self.overdue_exits: list[int] = []  # ranks that had returned, and were stopped since they did not exit
-        self._first_interrupt: m.Interrupted | None = None
+        self.signum: int | None = None  # of the first interrupt
+        self.interrupt_cause = m.InterruptCause.SIGNAL
         self._dumping: set[int] = set()  # ranks whose stacks have not come yet
         self.keeps_ranks, self._grace_period, self._lease = keep_ranks, grace_period, lease
         self._stop_timeout = math.inf if stop_timeout is None else stop_timeout
@@ -100,8 +101,8 @@ class CallMachine:
         return WorkerState.HEALTHY if has_succeeded else WorkerState.UNHEALTHY
 
     @property
-    def deadline(self) -> float | None:
-        """When `handle_deadline` must be called, or None."""
+    def deadline(self) -> float:
+        """When `handle_deadline` must be called."""
         if self._limits_suspended_at is not None and self.is_running():
             soonest = math.inf
         elif self.is_running():
@@ -112,8 +113,7 @@ class CallMachine:
                 soonest = min(soonest, self.heartbeats.due_at)
         else:
             soonest = self._stage_deadline
-        soonest = min(soonest, self._lease_deadline)
-        return soonest if soonest < math.inf else None
+        return min(soonest, self._lease_deadline)
 
     @property
     def _lease_deadline(self) -> float:
@@ -129,14 +129,6 @@ class CallMachine:
 
     def are_limits_active(self) -> bool:
         return self.is_running() and self._limits_suspended_at is None
-
-    @property
-    def signum(self) -> int | None:
-        return None if self._first_interrupt is None else self._first_interrupt.signum
-
-    @property
-    def interrupt_cause(self) -> m.InterruptCause:
-        return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, RankEvent):
@@ -167,7 +159,7 @@ class CallMachine:
 
     def handle_deadline(self, now: float) -> list[Action]:
         """Return the actions that are due at the deadline, or an empty list before the deadline."""
-        if self.deadline is None or now < self.deadline:
+        if now < self.deadline:
             return []
         if now >= self._lease_deadline:
             return self._on_lease_deadline(now)
@@ -329,8 +321,9 @@ class CallMachine:
         But if they have got SIGTERM because other nodes have ended the attempt, the first interrupt changes nothing: perhaps
         the same signal has reached the other nodes a moment earlier.
         """
-        signum = event.signum
-        is_first, self._first_interrupt = self._first_interrupt is None, self._first_interrupt or event
+        signum, is_first = event.signum, self.signum is None
+        if is_first:
+            self.signum, self.interrupt_cause = signum, event.cause
         stop_reason = self.stop_reason or StopReason.INTERRUPTED  # a success or a failure before the signal remains one
         if is_first and self.is_running():
             return self._dump_stacks_then_stop(now, stop_reason)
@@ -352,7 +345,7 @@ class CallMachine:
         self.is_stop_overdue = True
         if self.stop_request.signum is None:
             return self._dump_stacks_then_stop(now, StopReason.TIMED_OUT)
-        self._first_interrupt = m.Interrupted(self.stop_request.signum, m.InterruptCause.STOP_TIMEOUT)
+        self.signum, self.interrupt_cause = self.stop_request.signum, m.InterruptCause.STOP_TIMEOUT
         return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
 
     def _interrupt_functions(self, now: float) -> list[Action]:

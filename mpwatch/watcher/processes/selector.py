@@ -8,23 +8,20 @@ and rank 1 sends a second message, rank 1 comes first, and both messages are rea
 first, rank 0 died before rank 1 sent its unread messages.
 """
 
-import select
 import selectors
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
-LONGEST_WAIT = 86_400.0  # seconds; poll(2) takes milliseconds in an int, which is at most 24 days
+LONGEST_WAIT = 86_400.0  # seconds; epoll_wait(2) takes milliseconds in an int, which is at most 24 days
 
 
 class Selector(Generic[T]):
     """Waits for descriptors, and returns the handler of each readable descriptor. A Selector is a context manager."""
 
     def __init__(self) -> None:
-        self._selector: Any = selectors.DefaultSelector()  # epoll or kqueue: another poll can wait for its descriptor
-        self._poll = select.poll()
-        self._poll.register(self._selector, select.POLLIN)
+        self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Self:
         return self
@@ -40,10 +37,6 @@ class Selector(Generic[T]):
         with suppress(KeyError, ValueError):  # it is not registered, or closed already
             self._selector.unregister(fd)
 
-    def wait(self, seconds: float | None) -> list[Callable[[], T]]:
-        """Return the handlers of the ready descriptors, in the kernel's order. None waits for LONGEST_WAIT."""
-        ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than a poll
-        if not ready:
-            timeout = LONGEST_WAIT if seconds is None else min(max(0.0, seconds), LONGEST_WAIT)
-            ready = self._selector.select(0) if self._poll.poll(timeout * 1000) else ()
-        return [key.data for key, _ in ready]
+    def wait(self, seconds: float) -> list[Callable[[], T]]:
+        """Return the handlers of the ready descriptors, in the kernel's order. It waits for LONGEST_WAIT at most."""
+        return [key.data for key, _ in self._selector.select(min(seconds, LONGEST_WAIT))]

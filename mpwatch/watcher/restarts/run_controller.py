@@ -1,18 +1,26 @@
 """One run, in the thread of the program: start, wait, diagnose; does the budget say again? then new ranks and a new Call.
 
+    api.run -> run_single_node -> RunController.run -> EventLoop.start -> ProcessPool.start -> process
+
+and back: EventLoop (Call.evidence) -> RunController: diagnose, decide about a restart -> build_result -> api.run.
+
 This runs user code: unpickled exceptions and return values, `retry_if` and `env`. A rank whose return value cannot be
 unpickled has failed. An exception of `retry_if` or `env` ends the run.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from mpwatch.events.types import CollectivesRecorded, Restarting, WorkerFailed, WorkerStopped
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
+from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import make_restart_notes
@@ -24,15 +32,53 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Interrupted, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
+from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
+from mpwatch.watcher.signals import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Payload
 
 T = TypeVar("T")
+
+
+def run_single_node(
+    spec: WorkerSpec[T],
+    make_view: MakeView = no_view,
+    *,
+    payload: Payload | None = None,
+    on_start: Callable[[Caller], object] | None = None,
+) -> RunResult[T]:
+    """Run a function on all ranks. When this returns or raises, no rank is left, and `payload` is closed.
+
+    `on_start` is called with the Caller before the ranks are started.
+    """
+    __tracebackhide__ = True  # see mpwatch.run
+    check_stop_signals(spec)
+    controller = RunController(spec, EventBus(uuid.uuid4().hex, spec, keep_events=True))
+    try:
+        with ExitStack() as resources:
+            resources.enter_context(open_standard_descriptors())
+            payload = resources.enter_context(closing(payload or pack_spec(spec)))
+            watcher = Watcher(spec, controller.event_bus, keep_ranks=False)
+            resources.callback(watcher.close_when_finished)
+            setups = watcher.prepare(range(int(spec.nprocs)), 0)
+            watcher.output.use_current_streams()
+            caller = Caller(watcher, make_view=make_view, ends_ranks=True)
+            if on_start is not None:
+                on_start(caller)
+            caller.execute(partial(controller.run, caller, payload, setups))
+            watcher.drain_output(caller.drain_timeout(controller.seconds_left()))
+        result = caller.build_result(controller.build_result)
+    except BaseException as error:
+        controller.end_with_error(error)
+        raise
+    caller.deliver_signals(result, controller.list_evidence())
+    return result
 
 
 class RunController(Generic[T]):

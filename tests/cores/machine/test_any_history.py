@@ -150,17 +150,16 @@ class History(RuleBasedStateMachine):
         assert self.machine.stage is m.CallStage.RUNNING or abs(self.seconds_to_deadline() - left) < 1e-6
 
     def seconds_to_deadline(self):
-        return 0.0 if self.machine.deadline is None else self.machine.deadline - self.now
+        return 0.0 if self.machine.deadline == math.inf else self.machine.deadline - self.now
 
     @rule(seconds=st.floats(0.001, 2.0))
     def let_time_pass(self, seconds):
-        deadline = self.machine.deadline
-        self.now = self.now + seconds if deadline is None else max(self.now, min(self.now + seconds, deadline))
+        self.now = max(self.now, min(self.now + seconds, self.machine.deadline))
         self.execute(self.machine.handle_deadline(self.now))
 
     @rule()
     def reach_deadline(self):
-        if self.machine.deadline is not None:
+        if self.machine.deadline < math.inf:
             self.now = max(self.now, self.machine.deadline)
             self.execute(self.machine.handle_deadline(self.now))
 
@@ -245,12 +244,12 @@ class History(RuleBasedStateMachine):
     def every_wait_has_a_deadline(self):
         machine, phases = self.machine, self.machine.phase_table.phases.values()
         if self.are_limits_suspended and machine.is_running():
-            assert machine.deadline is None  # the user may take any time
-        elif machine.stage is m.CallStage.RUNNING and machine.deadline is None:
+            assert machine.deadline == math.inf  # the user may take any time
+        elif machine.stage is m.CallStage.RUNNING and machine.deadline == math.inf:
             assert m.RankPhase.RUNNING in phases
             assert m.RankPhase.STARTING not in phases
         else:
-            assert machine.is_over() or machine.deadline is not None
+            assert machine.is_over() or machine.deadline < math.inf
 
     @invariant()
     def every_silence_is_noticed(self):

@@ -61,7 +61,7 @@ def test_ranks_that_have_returned_are_asked_to_exit_together():
     assert handle(machine, 1.0, m.Returned(2), m.Exited(2), m.Returned(0)) == []
     assert handle(machine, 1.0, m.Returned(1)) == [m.RequestExit(0), m.RequestExit(1)]
     handle(machine, 2.0, m.Exited(0), m.Exited(1))
-    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.FINISHED, m.StopReason.SUCCEEDED, None)
+    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.FINISHED, m.StopReason.SUCCEEDED, math.inf)
 
 
 def test_a_rank_that_does_not_exit_after_all_have_returned_is_stopped_and_the_run_has_succeeded():
@@ -97,7 +97,7 @@ def test_ranks_are_terminated_killed_and_abandoned_once():
     assert handle(machine, 1.0 + GRACE) == kill(0, 1)
     handle(machine, 11.5, m.Exited(0))
     assert handle(machine, 1.0 + GRACE + m.KILL_SECONDS) == [m.AbandonRank(1)]
-    assert (machine.stage, machine.deadline) == (m.CallStage.FINISHED, None)
+    assert (machine.stage, machine.deadline) == (m.CallStage.FINISHED, math.inf)
 
 
 def test_the_root_cause_or_the_last_answer_ends_the_wait_for_it():
@@ -189,7 +189,7 @@ def test_a_prompt_stops_the_limits_of_a_call_and_gives_ranks_that_are_stopped_no
     make, limit, _ = (LIMITS | LIMITS_OF_THE_END)[name]
     machine = make()
     handle(machine, 1.0, m.SuspendLimits(), m.SuspendLimits())
-    assert machine.deadline == (None if name in LIMITS else limit)
+    assert machine.deadline == (math.inf if name in LIMITS else limit)
     if name in LIMITS:
         assert handle(machine, 50.0) == handle(machine, 101.0, m.SuspendLimits(False), m.SuspendLimits(False)) == []
         assert machine.deadline == limit + 100.0
@@ -264,7 +264,7 @@ def test_idle_ranks_are_called_at_once_and_are_idle_again_when_all_have_answered
     machine = idle_machine(m.RankPhase.READY, m.RankPhase.READY)
     assert machine.begin() == [m.CallRank(0), m.CallRank(1)]
     assert handle(machine, 1.0, m.Failed(0), m.Returned(1), m.DetailsReceived(0)) == []
-    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.KEPT, m.StopReason.FAILED, None)
+    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.KEPT, m.StopReason.FAILED, math.inf)
     assert handle(machine, 2.0, TERM, BY_CALLER, ABORT, m.Shutdown()) == []
 
 
