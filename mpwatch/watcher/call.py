@@ -18,7 +18,6 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit, format_ranks
 from mpwatch.results.places import format_location
 from mpwatch.results.report import format_overdue_ranks
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
 from mpwatch.watcher.machine import transitions as m
@@ -126,9 +125,7 @@ class Call:
     def _publish(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
         self._events.publish(kind, ranks, at=at, attempt=self.attempt, **details)
 
-    def make_evidence(
-        self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
-    ) -> AttemptObservations:
+    def make_evidence(self, hostname: str, helpers_oom: str) -> AttemptObservations:
         machine, spec, now, ranks = self.machine, self._spec, monotonic(), self.observed
         return AttemptObservations(
             ranks=ranks,
@@ -146,7 +143,7 @@ class Call:
             stop_cause="" if machine.stop_request is None else machine.stop_request.cause,
             stop_timeout=spec.stop_policy.timeout if machine.is_stop_overdue else None,
             helpers_oom=helpers_oom,
-            collective_verdict=collective_verdict,
+            collective_verdict=self.monitor.final_verdict,
             slow_rank=self.monitor.lateness,
             log_dir=spec.logs.folder_of_run(self._events.run_id) if spec.logs is not None else "",
             attempt_started_at=self._begun_at,

@@ -36,7 +36,6 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call, publish_exited
 from mpwatch.watcher.diagnosis.failures import may_be_oom_kill
-from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.machine import transitions as m
@@ -210,8 +209,7 @@ class EventLoop:
         if not self._keep_ranks:
             self.interrupted = self.interrupted or event
             self._refuse_delayed()
-        for each in list(self._calls):
-            self._handle(each, event)
+        self._handle_all(event)
         self._outbox.wake()
 
     def _name_resisting_ranks(self, calls: Iterable[Call]) -> None:
@@ -240,8 +238,7 @@ class EventLoop:
             return
         if event.is_from_job and known is not None:
             event = replace(event, signum=known.signum)  # if this node has requested it
-        for each in list(self._calls):
-            self._handle(each, event)
+        self._handle_all(event)
         if event.is_from_job and not any(each.machine.is_running() for each in self._calls):
             if (
                 self._last_call is not None and self._last_call.machine.stop_request is None
@@ -259,16 +256,14 @@ class EventLoop:
 
     def end_calls(self, reason: m.StopReason) -> None:
         self._refuse_delayed()
-        for call in list(self._calls):
-            self._handle(call, m.EndCall(reason))
+        self._handle_all(m.EndCall(reason))
 
     def end(self) -> None:
         self._is_ending = True
 
     def shut_down(self) -> None:
         self._is_ending = True
-        for call in list(self._calls):
-            self._handle(call, m.Shutdown())
+        self._handle_all(m.Shutdown())
         self._end_idle_ranks()
 
     def suspend(self, suspension: Suspension) -> None:
@@ -277,21 +272,19 @@ class EventLoop:
         seconds = monotonic() - suspension.requested_at
         self.suspended_seconds += seconds
         self.timers.shift(seconds)
+        self._handle_all(m.Resumed(suspension.requested_at))
         for call in self._calls:
-            self._handle(call, m.Resumed(suspension.requested_at))
             call.due_at = call.machine.deadline
             call.monitor.restart_waits()
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
         """A prompt of a debugger was opened, or the last one was closed."""
         self._are_limits_suspended = are_suspended
-        for call in self._calls:
-            self._handle(call, m.SuspendLimits(are_suspended))
+        self._handle_all(m.SuspendLimits(are_suspended))
 
     def renew_lease(self, lease: m.Lease) -> None:
         self._lease = lease
-        for call in self._calls:
-            self._handle(call, lease)
+        self._handle_all(lease)
 
     def agree_on_step(self, step: int | None, cause: str) -> None:
         """Make the ranks stop after the step that all nodes have agreed on. None: at their next call of `should_stop`."""
@@ -406,6 +399,10 @@ class EventLoop:
         elif not call.is_over:
             call.before_begin.append(event)
 
+    def _handle_all(self, event: m.Event) -> None:
+        for call in self._calls:
+            self._handle(call, event)
+
     def _handle(self, call: Call, event: m.Event) -> None:
         self._actions += [(call, action) for action in call.handle(event, monotonic())]
         self._touched[call] = None
@@ -415,7 +412,7 @@ class EventLoop:
         call.is_refused = True  # last: from here on the caller's thread acts
         self._outbox.wake()
 
-    def _end_idle_ranks(self, *, politely: bool = True) -> None:
+    def _end_idle_ranks(self, *, has_lost_one: bool = False) -> None:
         """Let the idle ranks of a WorkerGroup exit, or stop them."""
         idle = [number for number, rank in self._ranks.items() if rank.call is None]
         if not idle:
@@ -423,8 +420,7 @@ class EventLoop:
         call = Call(None, idle, started_at=monotonic())
         for number in idle:
             self._ranks[number].reset_observations()
-        machine, now = self._begin(call), monotonic()
-        actions = machine.end_idle_ranks(now) if politely else machine.stop_idle_ranks(now)
+        actions = self._begin(call).end_idle_ranks(monotonic(), has_lost_one=has_lost_one)
         self._actions += [(call, action) for action in actions]
 
     def _lose_all(self, lost_ranks: Iterable[int], but: Call | None = None) -> None:
@@ -437,7 +433,7 @@ class EventLoop:
                 if call.machine.is_running():
                     call.lost_elsewhere = self._lost_ranks
                 self._handle(call, m.EndCall(m.StopReason.INTERRUPTED))
-        self._end_idle_ranks(politely=but is not None)
+        self._end_idle_ranks(has_lost_one=but is None)
 
     def _make_monitor(self, call: Call | None) -> CollectiveMonitor:
         """Make the monitor of the collectives of one call of a WorkerGroup, or of a run if `call` is None."""
@@ -615,7 +611,7 @@ class EventLoop:
                 self._reader.take_stacks(rank)
         else:
             call.log_exit_problems(self._deferred_log)
-        call.evidence = self._make_evidence(call, "" if is_kept else self._oom.take_other_kills())
+        call.evidence = call.make_evidence(self._hostname, "" if is_kept else self._oom.take_other_kills())
         self._calls.remove(call)
         if self._keep_ranks:
             call.monitor.close()
@@ -628,10 +624,6 @@ class EventLoop:
         self._answered_calls.append(call)
         if is_kept and (self._lost_ranks or self._is_ending):
             self._end_idle_ranks()
-
-    def _make_evidence(self, call: Call, helpers_oom: str) -> AttemptObservations:
-        verdict = call.monitor.final_verdict
-        return call.make_evidence(hostname=self._hostname, helpers_oom=helpers_oom, collective_verdict=verdict)
 
     def _hold_steps(self, call: Call, cause: str) -> None:
         """Make each rank wait at its next call of `should_stop`, and let them agree HOLD_SECONDS later."""

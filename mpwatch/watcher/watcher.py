@@ -7,12 +7,14 @@ The event loop has a thread of its own, so that no exception of the program's co
 PyThreadState_SetAsyncExc can raise between any two bytecodes, for example while a rank is being started.
 """
 
+import math
 import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import ref
 
@@ -158,19 +160,15 @@ class Watcher:
         return self._ask(self.loop.send_statuses) or ()
 
     def _ask(self, method: Callable[[Callable[[T], object]], object], seconds: float | None = None) -> T | None:
-        answers: list[T] = []
-        has_come = threading.Event()
-
-        def receive(answer: T) -> None:
-            answers.append(answer)
-            has_come.set()
-
-        self.post(method, receive)
-        deadline = None if seconds is None else monotonic() + seconds
-        while not has_come.wait(ANSWER_POLL_SECONDS):
-            if not self.is_running() or (deadline is not None and monotonic() >= deadline):
-                break
-        return answers[0] if answers else None
+        answers: SimpleQueue[T] = SimpleQueue()
+        self.post(method, answers.put)
+        deadline = math.inf if seconds is None else monotonic() + seconds
+        while True:
+            is_last = not self.is_running() or monotonic() >= deadline
+            with suppress(Empty):
+                return answers.get(timeout=ANSWER_POLL_SECONDS)
+            if is_last:
+                return None
 
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not self.is_finished

@@ -80,15 +80,14 @@ class CallMachine:
         """Call the ranks that are ready. The others are called when they are."""
         return [self._call_rank(rank) for rank in self.phase_table.ranks_in(RankPhase.READY)]
 
-    def end_idle_ranks(self, now: float) -> list[Action]:
+    def end_idle_ranks(self, now: float, *, has_lost_one: bool = False) -> list[Action]:
+        """Instead of a call: let idle ranks exit, or stop them if they may still wait for a rank that was lost."""
+        if has_lost_one:
+            return self._terminate(now, StopReason.FAILED)
         if self.phase_table.counts[RankPhase.STARTING]:
             return self._terminate(now, StopReason.INTERRUPTED)
         self.keeps_ranks = False
         return self._shut_down(now, StopReason.SUCCEEDED)
-
-    def stop_idle_ranks(self, now: float) -> list[Action]:
-        """Instead of a call: stop idle ranks, because one of them has died."""
-        return self._terminate(now, StopReason.FAILED)
 
     @property
     def state(self) -> WorkerState:
@@ -134,7 +133,7 @@ class CallMachine:
         if isinstance(event, RankEvent):
             before = self.phase_table.apply(event)
             if before is RankPhase.RUNNING:
-                self.heartbeats.remove(event.rank)
+                self.heartbeats.late_ranks.pop(event.rank, None)
             return self._on_rank_event(event, before, now)
         if self.is_over():
             return []
@@ -246,18 +245,17 @@ class CallMachine:
     def _on_exit(self, rank: int, before: RankPhase, now: float) -> list[Action]:
         actions: list[Action] = []
         if self.stage in (CallStage.RUNNING, CallStage.AWAITING_ROOT_CAUSE):
-            has_answered = before not in (RankPhase.STARTING, RankPhase.RUNNING)
-            actions = self._end_if_complete(now) if has_answered else self._on_rank_lost(now)
+            if before not in (RankPhase.STARTING, RankPhase.RUNNING):  # it has answered
+                actions = self._end_if_complete(now)
+            elif self.stop_reason is None:
+                actions = self._dump_stacks_then_stop(now, StopReason.FAILED)
+            else:
+                actions = self._terminate(now, self.stop_reason)
         elif self.stage is CallStage.DUMPING_STACKS:
             actions = self._on_stack_dumped(rank, now)
         if self.phase_table.have_all_exited():
             self._enter(CallStage.FINISHED)
         return actions
-
-    def _on_rank_lost(self, now: float) -> list[Action]:
-        if self.stop_reason is None:
-            return self._dump_stacks_then_stop(now, StopReason.FAILED)
-        return self._terminate(now, self.stop_reason)
 
     def _on_failure(self, is_secondary: bool, now: float) -> list[Action]:
         if not is_secondary and not self.keeps_ranks:

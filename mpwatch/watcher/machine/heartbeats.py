@@ -59,10 +59,6 @@ class Heartbeats:
             self.due_at = now + min(CONFIRM_SECONDS, self._limit * RECHECK_SHARE)
         return bool(self.silent_ranks) and was_second_reading
 
-    def remove(self, rank: int) -> None:
-        """Remove a rank from `late_ranks`, because the rank is no longer running."""
-        self.late_ranks.pop(rank, None)
-
     def _update(self, rank: int, beat_at: float, now: float) -> None:
         self.late_ranks.pop(rank, None)
         counted_from = max(beat_at, self._begun_at)

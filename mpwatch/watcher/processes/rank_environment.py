@@ -15,12 +15,14 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.cgroups import read_cpu_quota
 from mpwatch.os_support.hardware import count_usable_cpus, get_allowed_cpus
-from mpwatch.watcher.processes.accelerators import find_torch_accelerators, is_cpu_only, read_torch_builds
 from mpwatch.watcher.processes.binding import Binding, bind_rank, read_cores
-from mpwatch.watcher.processes.visible_devices import (
+from mpwatch.watcher.processes.devices import (
     DEVICE_VARIABLES,
     find_gpu_nodes,
+    find_torch_accelerators,
     find_visible_devices,
+    is_cpu_only,
+    read_torch_builds,
     select_own_device,
 )
 from mpwatch.wire.resource_errors import with_remedy

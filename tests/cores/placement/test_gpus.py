@@ -6,13 +6,13 @@ import pytest
 
 from cores.placement.simulated_machine import SimulatedMachine, uuid_of
 from mpwatch import Placement, WorkerSpec
-from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
-from mpwatch.watcher.processes.visible_devices import (
+from mpwatch.watcher.processes.devices import (
     DEVICE_VARIABLES,
     find_gpu_nodes,
     find_visible_devices,
     list_nvidia_gpus,
 )
+from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
 
 UUIDS = [uuid_of(number ^ 1) for number in range(8)]  # see add_nvidia_gpus
 MIG = "MIG-d1e0c5a3-0000-0000-0000-000000000000"

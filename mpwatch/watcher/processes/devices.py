@@ -1,7 +1,10 @@
-"""Finds the GPUs that a rank can see, and limits a rank to one of them. Runs in the watcher, and initialises no GPU.
+"""Finds accelerators, and the GPUs that a rank can see, and limits a rank to one of them. Runs in the watcher.
 
-The driver of each vendor reads a variable that lists the devices to use, and files of the driver say which devices there
-are:
+No GPU is initialised, and torch is not imported, since that takes a second: files say what there is. If no accelerator is
+found, torch can use none; but some are found that torch cannot use, such as an NVIDIA GPU if torch is built for ROCm. The
+GPU of a Mac does not count, because no backend of torch.distributed supports it.
+
+The driver of each vendor reads a variable that lists the devices to use:
 
     torch is built for   variable
     CUDA                 CUDA_VISIBLE_DEVICES: numbers, names of GPUs (GPU-...) or of parts of GPUs (MIG-...)
@@ -10,18 +13,52 @@ are:
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from glob import glob
+from importlib.machinery import PathFinder
 from itertools import takewhile
 from typing import NamedTuple
 
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.hardware import may_have_gpus
 from mpwatch.results.report import format_count
-from mpwatch.watcher.processes.accelerators import DEVICE_ENTRY
 
 CUDA, HIP, LEVEL_ZERO = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
 DEVICE_VARIABLES = frozenset({CUDA, HIP, LEVEL_ZERO})
+# Packages that add devices to a torch built for CPUs: Cambricon, Gaudi, Moore Threads, Ascend, Tecorigin, Trainium, TPU.
+DEVICE_PLUGINS = ("torch_mlu", "habana_frameworks", "torch_musa", "torch_npu", "torch_sdaa", "torch_neuronx", "torch_xla")
+# A line of torch/version.py whose value is not None.
+GPU_BUILD = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)
+# torch ends the list of devices at an entry that is neither a device's number nor its name. So "", "-1" and "NoDevFiles"
+# hide all devices.
+DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")
+
+
+def find_torch_accelerators() -> set[str]:
+    """Return the kinds of accelerators ("gpu", "other") that the installed torch supports and that this machine may have."""
+    builds = read_torch_builds()
+    found = {"gpu"} if builds - {"xpu"} and may_have_gpus() else set()
+    return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, DEVICE_PLUGINS)) else set())
+
+
+def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
+    """Return whether a process can use only CPUs: no accelerator was found, or `env` hides all accelerators."""
+    are_gpus_visible = all(DEVICE_ENTRY.match(env[name]) for name in (CUDA, HIP) if name in env)
+    return not found or (found == {"gpu"} and not are_gpus_visible)
+
+
+def read_torch_builds() -> set[str]:
+    """Return the kinds of GPU that the installed torch was built for. Return {"cuda"} if torch/version.py is unreadable."""
+    spec = PathFinder.find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        try:
+            with open(os.path.join(folder, "version.py"), encoding="utf-8", errors="replace") as file:
+                return set(GPU_BUILD.findall(file.read()))
+        except OSError:  # torch was installed in an unusual way
+            continue
+    return {"cuda"}
 
 
 class Gpu(NamedTuple):
