@@ -59,7 +59,11 @@ def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
         log_dir=results[0].log_dir,
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=next((result.stop_cause for result in results if result.stop_cause), ""),
-        slow_rank=next((result.slow_rank for result in results if result.slow_rank is not None), None),
+        slow_rank=max(
+            (result.slow_rank for result in results if result.slow_rank is not None),
+            key=lambda lateness: lateness.share,
+            default=None,
+        ),
         reason=next((result.reason for result in results if result.reason), ""),
     )
 

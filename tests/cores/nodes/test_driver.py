@@ -1,4 +1,4 @@
-"""The links between the driver of a job on a cluster and its nodes."""
+"""The links between the driver of a job on a cluster and its nodes, and the result of all nodes."""
 
 import os
 import pickle
@@ -11,6 +11,7 @@ import pytest
 import mpwatch
 from mpwatch.cluster import job_server
 from mpwatch.cluster.node import _DriverLink
+from mpwatch.cluster.results import merge_results
 from mpwatch.nodes.frames import Framing
 from mpwatch.nodes.messages import LinkHello, encode_message
 
@@ -87,3 +88,34 @@ def test_a_stop_that_comes_together_with_the_answer_is_not_lost():
         with closing(_DriverLink(0, mpwatch.Rendezvous(f"127.0.0.1:{port}", "job", 1, secret=b"key"))) as link:
             driver.join()
             link.wait_for_stop()
+
+
+def make_result(rank, share, **details):
+    """Return what a node with one rank has reported."""
+    worker = mpwatch.Worker(
+        rank=rank,
+        local_rank=0,
+        world_size=2,
+        local_world_size=1,
+        role_rank=rank,
+        role_world_size=2,
+        run_id="job",
+        master_addr="",
+        master_port=1,
+    )
+    slow_rank = mpwatch.Lateness(rank=rank, share=share)
+    return mpwatch.RunResult(state=mpwatch.WorkerState.FAILED, workers=(worker,), slow_rank=slow_rank, **details)
+
+
+def test_a_job_has_the_failure_that_the_node_of_the_rank_knows_and_the_rank_that_is_late_most():
+    own, told = (
+        mpwatch.ProcessFailure(
+            rank=1, local_rank=0, pid=7, hostname="b", kind=mpwatch.FailureKind.EXCEPTION, exit_code=1, exception=error
+        )
+        for error in (ValueError("bad"), None)
+    )
+    node0 = make_result(0, 0.2, failures={1: told}, root_cause=told)
+    node1 = make_result(1, 0.7, failures={1: own}, root_cause=own)
+    merged = merge_results([node0, node1])
+    assert merged.root_cause is merged.failures[1] is own
+    assert merged.slow_rank == node1.slow_rank
