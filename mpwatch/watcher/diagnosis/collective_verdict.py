@@ -253,10 +253,8 @@ def _find_absent(calls: Calls, answers: Mapping[int, RankCollectives], returned:
         slot = next((slot for slot, call in of_rank.items() if is_waiting(call)), None)
         if slot is not None:
             waiting.setdefault(slot, []).append(rank)
-    absent_from: dict[Slot, set[int]] = {}
-    for slot in sorted(waiting, key=lambda slot: slot.order):
-        if absent := calls.find_absent(slot):
-            absent_from[slot] = absent
+    in_order = sorted(waiting, key=lambda slot: slot.order)
+    absent_from = {slot: absent for slot in in_order if (absent := calls.find_absent(slot))}
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
     verdicts, crossed = [], []
     for slot, absent in absent_from.items():

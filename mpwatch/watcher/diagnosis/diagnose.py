@@ -180,11 +180,7 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
     at = attempt.stopped_at
     if at is None:
         return []
-    running = {
-        rank: observed
-        for rank, observed in attempt.ranks.items()
-        if rank not in result.failures and _is_running(attempt, observed)
-    }
+    running = _get_running(attempt, result.failures)
     missing = sorted(find_ranks_outside_collectives(running))
     return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING) for rank in missing]
 
@@ -283,18 +279,14 @@ def _find_silent_ranks(
     return hangs
 
 
-def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
+def _get_running(attempt: AttemptObservations, failures: Mapping[int, ProcessFailure]) -> dict[int, RankObservations]:
     """Return the ranks that were running when they were stopped, and the silent ones, even if they returned after that."""
     return {
         rank: observed
         for rank, observed in attempt.ranks.items()
         if (rank not in failures or failures[rank].kind is FailureKind.TIMEOUT)
-        and (rank in attempt.silent_ranks or _is_running(attempt, observed))
+        and (rank in attempt.silent_ranks or (observed.was_ready and not has_returned(attempt, observed)))
     }
-
-
-def _is_running(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    return observed.was_ready and not has_returned(attempt, observed)
 
 
 def _get_order_of_blame(attempt: AttemptObservations, failure: ProcessFailure) -> tuple[bool, bool, float]:
