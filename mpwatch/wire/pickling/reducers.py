@@ -27,33 +27,19 @@ _tables: dict[bool, tuple[Any, Reducers]] = {}  # for calls and for values: what
 
 
 def get_table(*, for_call: bool) -> Reducers:
-    sources = copyreg.dispatch_table, get_spawn_reducers() if for_call else {}, _get_loaded()
+    loaded = "torch.storage" in sys.modules, "numpy" in sys.modules
+    sources = copyreg.dispatch_table, get_spawn_reducers() if for_call else {}, loaded
     if for_call not in _tables or _tables[for_call][0] != sources:
         # each copy is one call of C code, since another thread may be importing torch
-        registered, spawning, loaded = dict(sources[0]), dict(sources[1]), sources[2]
-        of_torch = {cls: reduce for cls, reduce in spawning.items() if _is_of_torch(cls)}
-        table: dict[type, Callable[[Any], Any]] = {cls: reduce for cls, reduce in spawning.items() if cls not in of_torch}
-        table |= {**registered, **cloudpickle.Pickler.dispatch_table.maps[0], **OBJECTS, **VIEW_REDUCERS}
-        del table[TypeVar]  # see pickler.py
-        table |= _make_library_reducers(loaded, of_torch, for_call=for_call)
-        if for_call:
-            table[PerRank] = refuse_per_rank
-        _tables[for_call] = (registered, spawning, loaded), table
+        copies = dict(sources[0]), dict(sources[1]), loaded
+        _tables[for_call] = copies, _make_table(*copies, for_call=for_call)
     return _tables[for_call][1]
 
 
-def _get_loaded() -> tuple[bool, ...]:
-    return tuple(name in sys.modules for name in ("torch.storage", "numpy"))
-
-
-def _is_of_torch(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "torch"
-
-
-def _make_library_reducers(
-    loaded: tuple[bool, ...], shared: Reducers, *, for_call: bool
-) -> dict[type, Callable[[Any], Any]]:
-    table: dict[type, Callable[[Any], Any]] = {}
+def _make_table(registered: Reducers, spawning: Reducers, loaded: tuple[bool, bool], *, for_call: bool) -> Reducers:
+    table: dict[type, Callable[[Any], Any]] = {**spawning, **registered, **cloudpickle.Pickler.dispatch_table.maps[0]}
+    del table[TypeVar]  # see pickler.py
+    table |= {**OBJECTS, **VIEW_REDUCERS}
     has_torch, has_numpy = loaded
     if has_numpy:
         import numpy as np
@@ -70,9 +56,12 @@ def _make_library_reducers(
 
         table |= REDUCERS
         # Share only what is shared: torch's own reducers would move every CPU tensor of the caller into shared memory.
+        shared = {cls: share for cls, share in spawning.items() if cls.__module__.partition(".")[0] == "torch"}
         table |= {cls: share_or_copy(share, REDUCERS.get(cls, _reduce_plain)) for cls, share in shared.items()}
         add = torch.ops.aten.add
         table |= {type(add): _reduce_op, type(add.Tensor): _reduce_op}
+    if for_call:
+        table[PerRank] = refuse_per_rank
     return table
 
 

@@ -31,15 +31,12 @@ UntypedStorage: Any = torch.storage.UntypedStorage
 Reducer = Callable[[Any], Any]
 
 
-def _reduce_typed(storage: Any) -> Any:
+def _reduce_storage(storage: Any) -> Any:
     untyped = get_untyped_storage(storage)
     if untyped.device.type != "cpu":
         return storage.__reduce_ex__(5)
-    return _rebuild_typed, (_get_memory(untyped), storage.dtype)
-
-
-def _reduce_untyped(storage: Any) -> Any:
-    return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_rebuild_untyped, (_get_memory(storage),))
+    memory = _get_memory(untyped)
+    return (_rebuild_untyped, (memory,)) if untyped is storage else (make_typed_storage, (memory, storage.dtype))
 
 
 def _get_memory(storage: Any) -> "_StorageMemory":
@@ -76,7 +73,7 @@ def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """For the newer dtypes, such as float8 and uint16, torch returns an untyped storage, which `rebuild` cannot use."""
     if rebuild is rebuild_tensor_v3:
         storage, *rest = args
-        args = (_rebuild_typed(storage, torch.uint8), *rest)  # torch needs a typed storage here, of any type
+        args = (make_typed_storage(storage, torch.uint8), *rest)  # torch needs a typed storage here, of any type
     elif rebuild is rebuild_from_type_v2:  # a tensor with attributes that the user has set
         inner_rebuild, cls, inner_args, *state = args
         args = (inner_rebuild, cls, _make_loadable(inner_rebuild, inner_args), *state)
@@ -104,13 +101,13 @@ def _rebuild_storage(buffer: bytes | bytearray | memoryview) -> Any:
     return (tensor if isinstance(buffer, memoryview) else tensor.clone()).untyped_storage()
 
 
-def _rebuild_typed(storage: Any, dtype: Any) -> Any:
-    return make_typed_storage(storage, dtype)
-
-
 def _rebuild_untyped(storage: Any) -> Any:
     return storage
 
 
 _memories: WeakValueDictionary[int, _StorageMemory] = WeakValueDictionary()  # those that a pickler has in its memo
-REDUCERS: dict[type, Reducer] = {torch.Tensor: _reduce_tensor, TypedStorage: _reduce_typed, UntypedStorage: _reduce_untyped}
+REDUCERS: dict[type, Reducer] = {
+    torch.Tensor: _reduce_tensor,
+    TypedStorage: _reduce_storage,
+    UntypedStorage: _reduce_storage,
+}

@@ -1,7 +1,6 @@
 """Find the object that pickling has refused, and the path to it, such as "args[0].model.lock"."""
 
 import functools
-import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,14 +44,10 @@ def find_path(named: Iterable[Part], refused: Any) -> str | None:
 
 def _is_imported(part: Any) -> bool:
     """Return whether only the name of a module, function or class is sent."""
-    if type(part) is types.ModuleType:
-        return True
-    if isinstance(part, types.FunctionType | type) and part.__module__ != "__main__":
-        found: Any = sys.modules.get(part.__module__)
-        for name in part.__qualname__.split("."):
-            found = getattr(found, name, None)
-        return found is part
-    return False
+    from cloudpickle.cloudpickle import _lookup_module_and_qualname
+
+    is_definition = isinstance(part, types.FunctionType | type)
+    return type(part) is types.ModuleType or (is_definition and _lookup_module_and_qualname(part) is not None)
 
 
 def _iterate_parts(thing: Any) -> Iterator[Part]:
