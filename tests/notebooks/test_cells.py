@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from notebooks.kernels import Kernel
+from notebooks.kernels import run_kernel
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 DEFINITIONS = """
@@ -67,10 +67,7 @@ DisplayHandle.update = update_and_set_event
 @pytest.fixture(scope="module")
 def kernel():
     """A kernel in which the functions are defined."""
-    kernel = Kernel()
-    assert kernel.run(DEFINITIONS) == []
-    yield kernel
-    kernel.close()
+    yield from run_kernel(DEFINITIONS)
 
 
 def text(outputs, stream="stdout"):

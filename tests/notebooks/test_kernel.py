@@ -9,7 +9,7 @@ import re
 import pytest
 
 import mpwatch
-from notebooks.kernels import Kernel
+from notebooks.kernels import run_kernel
 from support.process_state import is_alive
 from test_running_jobs import find_job, running
 
@@ -37,10 +37,7 @@ def pids():
 @pytest.fixture(scope="module")
 def kernel():
     """A kernel in which the functions are defined."""
-    kernel = Kernel()
-    assert kernel.run(DEFINITIONS) == []
-    yield kernel
-    kernel.close()
+    yield from run_kernel(DEFINITIONS)
 
 
 def interrupt_cell(kernel, cell):
@@ -132,7 +129,7 @@ def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
 def test_a_group_that_is_not_closed_ends_with_the_kernel(kernel, eventually):
     ranks = kernel.value("forgotten = mpwatch.WorkerGroup(2)\nlist(forgotten.run(pids))")
     kernel.run("exit")
-    eventually(lambda: not is_alive(kernel.pid))
+    eventually(lambda: not is_alive(kernel.pid()))
     assert not any(is_alive(pid) for pid in ranks)
     assert "mpwatch" not in kernel.log()
     assert "Traceback" not in kernel.log()

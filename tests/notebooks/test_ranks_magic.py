@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from notebooks.kernels import Kernel
+from notebooks.kernels import run_kernel
 from support.process_state import is_alive
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -12,10 +12,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture(scope="module")
 def loaded_kernel():
-    kernel = Kernel()
-    assert kernel.run("%load_ext mpwatch\nimport os") == []
-    yield kernel
-    kernel.close()
+    yield from run_kernel("%load_ext mpwatch\nimport os")
 
 
 @pytest.fixture
