@@ -249,7 +249,7 @@ def make_handle(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check
     check_host()
     payload = pack_spec(spec)
     handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
-    add_call(handle, RunHandle._ask_to_stop)
+    add_call(handle._ask_to_stop)
     return handle
 
 

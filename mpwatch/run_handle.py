@@ -213,7 +213,7 @@ class RunHandle(Future[RunResult[T]]):
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call = self._call
-            return not self.done() if call is None else call.ask_to_stop(cause)
+            return not self.done() if call is None else call.signals.request_stop(cause)
 
     def _wait_for_end(self) -> None:
         """Wait for the result and for the end of the thread. A callback in the thread itself does not wait."""

@@ -39,11 +39,6 @@ from mpwatch.wire.exceptions.decoder import USER_ERRORS, add_note
 T = TypeVar("T")
 
 
-def log_last_report(result: RunResult[Any]) -> None:
-    """Log the report of the run, because a signal is about to end the program."""
-    log_now(logging.WARNING, "%s", format_report(result))
-
-
 class Caller:
     """One wait of one thread, for the ranks of `call`, or for all ranks if it is None. `execute` is called once.
 
@@ -63,7 +58,7 @@ class Caller:
         self._has_begun = False
         self._drivers: list[ViewDriver] = []
         self.signals = Signals(watcher, call)
-        add_call(self, Caller.ask_to_stop)
+        add_call(self.signals.request_stop)
         if threading.current_thread() is threading.main_thread():
             watcher.get_main_caller = ref(self)
 
@@ -179,10 +174,6 @@ class Caller:
             self.signals.restore()
         self.watcher.outbox.run_all()
 
-    def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save and return. Return False if the call is over. Any thread may call this."""
-        return self.signals.request_stop(cause)
-
     # ---- afterwards
 
     def drain_timeout(self, seconds_left: float) -> float | None:
@@ -210,7 +201,7 @@ class Caller:
             if evidence.interrupt_cause is InterruptCause.STOP_TIMEOUT:
                 self.signals.defer_stop_signal(evidence.signum)
         if result.state is not WorkerState.SUCCEEDED and self.signals.will_end_program():
-            log_last_report(result)
+            log_now(logging.WARNING, "%s", format_report(result))
         try:
             self.signals.deliver_received()
         except BaseException as error:

@@ -2,22 +2,21 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
-AskToStop = Callable[[Any, str], bool]  # asks the ranks of a call to stop, and returns False if the call is over
+AskToStop = Callable[[str], bool]  # asks the ranks of a call to stop, and returns False if the call is over
 
-# The pid of the process of each call, its object and its method. Each change is one operation, so threads cannot collide.
-_calls: dict[object, tuple[int, ref[Any], AskToStop]] = {}
+# The pid of the process of each call, and a method. Each change is one operation, so threads cannot collide.
+_calls: dict[object, tuple[int, WeakMethod[AskToStop]]] = {}
 
 
-def add_call(call: object, ask_to_stop: AskToStop) -> None:
-    """Register a call: its object, and the function to ask it. When the object is deleted, the registry drops the call.
+def add_call(ask_to_stop: AskToStop) -> None:
+    """Register the method of an object that asks a call. When the object is deleted, the registry drops it.
 
-    `mpwatch.submit` registers its RunHandle, since the run gets a Caller later, just before its ranks start.
+    `mpwatch.submit` registers that of its RunHandle, since the run gets a Caller later, just before its ranks start.
     """
     key = object()
-    _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None)), ask_to_stop
+    _calls[key] = os.getpid(), WeakMethod(ask_to_stop, lambda _: _calls.pop(key, None))
 
 
 def request_stop(cause: str) -> bool:
@@ -25,6 +24,6 @@ def request_stop(cause: str) -> bool:
 
     It is safe to call this function in a signal handler.
     """
-    own = [(reference, ask_to_stop) for pid, reference, ask_to_stop in list(_calls.values()) if pid == os.getpid()]
-    answers = [ask_to_stop(call, cause) for reference, ask_to_stop in own if (call := reference()) is not None]
+    own = [reference() for pid, reference in list(_calls.values()) if pid == os.getpid()]
+    answers = [ask_to_stop(cause) for ask_to_stop in own if ask_to_stop is not None]
     return any(answers)
