@@ -1,4 +1,4 @@
-"""What is sent to ranks and back: what a script defines goes along, large data is not copied, and a refusal names the part."""
+"""What is sent to ranks and back: large data is not copied, a refusal names the part, and with PerRank each rank gets its own."""
 
 import functools
 import multiprocessing
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpwatch
+from mpwatch import PerRank
 from support import functions
 from support.process_state import descriptors
 from support.programs import python
@@ -29,7 +30,6 @@ def list_mappings():
 
 
 def write_rank(array, barrier):
-    """Return the array's values, the inodes of its memory, and the descriptors that are open for that memory."""
     array[:] = functions.rank()
     barrier.wait()
     inodes = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "mpwatch-call" in line}
@@ -137,7 +137,6 @@ def test_a_return_value_does_not_change_the_callers_classes():
 # --- Objects that stand in for a module are sent by name, since a rank has its own
 
 MODULES = {
-    # the module replaces itself by an instance of its own class
     "settings.py": """
 import sys, threading
 
@@ -147,18 +146,17 @@ class Settings:
 
 sys.modules[__name__] = Settings()
 """,
-    # the module replaces itself by a module whose attributes exist when they are first read
+    # the attributes of this module exist when they are first read
     "lazy.py": """
 import sys, threading, types
 
-class Namespace(types.ModuleType):
+class Lazy(types.ModuleType):
     lock = threading.Lock()
 
-class Lazy(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
-        setattr(self, name, Namespace(f"{self.__name__}.{name}"))
+        setattr(self, name, Lazy(f"{self.__name__}.{name}"))
         return getattr(self, name)
 
 sys.modules[__name__] = Lazy(__name__)
@@ -172,7 +170,6 @@ import mpwatch
 
 settings.rate = 2  # the state of this process
 reached = lazy.reached
-sys.modules["left.out"] = None
 
 def work(*things):
     assert settings is sys.modules["settings"] is things[0] and settings.rate == 1
@@ -257,3 +254,49 @@ def test_a_call_that_cannot_be_sent_leaves_no_descriptor():
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     with ours, theirs, pytest.raises(mpwatch.LaunchError, match=r"args\[1\]"):
         mpwatch.run(print, 2, args=(theirs, lock))
+
+
+# --- PerRank
+
+
+def get_arguments(*args, **kwargs):
+    return functions.rank(), mpwatch.current_worker().restart_count, args, kwargs
+
+
+def get_arguments_at_the_second_attempt(*args, **kwargs):
+    if functions.rank() == 1 and mpwatch.current_worker().restart_count == 0:
+        raise RuntimeError("first attempt")
+    return get_arguments(*args, **kwargs)
+
+
+def test_each_rank_gets_its_own_value_also_when_it_is_restarted():
+    args, kwargs = (PerRank(range(2)), "all", PerRank("abc"[rank] for rank in range(2))), {"x": PerRank([7, 8])}
+    result = mpwatch.run(get_arguments_at_the_second_attempt, 2, args=args, kwargs=kwargs, max_restarts=1)
+    assert list(result) == [(rank, 1, (rank, "all", "abc"[rank]), {"x": 7 + rank}) for rank in range(2)]
+
+
+def test_each_call_of_a_group_has_its_own_values():
+    with mpwatch.WorkerGroup(2) as group:
+        for number in range(2):
+            result = group.run(functions.double, (PerRank([number, number + 10]),), {"plus": PerRank([0, 1])})
+            assert list(result) == [2 * number, 2 * number + 21]
+        with pytest.raises(ValueError, match=r"^kwargs\['plus'\] is a PerRank of 3 values, but there are 2 ranks$"):
+            group.run(functions.double, (1,), {"plus": PerRank([1, 2, 3])})
+        with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].values\[1\]\['lock'\] is a .*lock, which cannot be sent"):
+            group.run(functions.double, (PerRank([1, {"lock": threading.Lock()}]),))
+        assert list(group.run(functions.double, (1,))) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [("ab", r"^PerRank needs one value for each rank, such as PerRank\(\[a, b\]\), not 'ab'$"), (3, "not 3$")],
+)
+def test_what_has_no_value_for_each_rank_is_refused(values, error):
+    with pytest.raises(TypeError, match=error):
+        PerRank(values)
+
+
+@pytest.mark.parametrize("value", [[PerRank([1, 2])], PerRank([1, PerRank([1, 2])])])
+def test_a_per_rank_in_an_argument_is_refused(value):
+    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].* a PerRank must itself be one of args or kwargs"):
+        mpwatch.run(functions.double, 2, args=(value,))

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 import mpwatch
 
 T = typing.TypeVar("T")
-TABLE = {}
+TABLE, HOOKS = {}, []  # what the hooks of classes have done: each runs once
 
 class Keyed:
     def __init_subclass__(cls, key=None, **keywords):
         super().__init_subclass__(**keywords)
         cls.key = key
+        HOOKS.append(cls.__qualname__)
         TABLE[cls.__qualname__] = cls
 
 class Meta(type):
     def __new__(meta, name, bases, body, **keywords):
+        HOOKS.append(name)
         return super().__new__(meta, name, bases, {**body, "keywords": tuple(keywords)})
 
     def __init__(cls, name, bases, body, **keywords):
@@ -30,6 +32,7 @@ class Meta(type):
 
 class Named:
     def __set_name__(self, owner, name):
+        HOOKS.append(name)
         self.name = name
 
     def __get__(self, instance, owner=None):
@@ -82,7 +85,7 @@ def describe(cls):
     ]
 
 def ask():
-    return [describe(cls) for cls in CLASSES], sorted(TABLE), [TABLE[name] in CLASSES for name in sorted(TABLE)]
+    return [describe(cls) for cls in CLASSES], HOOKS, sorted(TABLE), [TABLE[name] in CLASSES for name in sorted(TABLE)]
 
 here = ask()
 with mpwatch.WorkerGroup(1) as group:
@@ -127,19 +130,18 @@ ENUMS = st.sampled_from(
 )
 
 
+def write_class(head, lines):
+    return f"{head}:\n    " + "\n    ".join([*lines, "pass"])
+
+
 @st.composite
 def make_plain_class(draw, number, earlier):
-    bases = draw(
-        st.lists(
-            st.sampled_from([*earlier, "Keyed", "abc.ABC", "typing.Generic[T]", "dict", "collections.UserList"]),
-            max_size=2,
-            unique=True,
-        )
-    )
+    other_bases = ["Keyed", "abc.ABC", "typing.Generic[T]", "dict", "collections.UserList"]
+    bases = draw(st.lists(st.sampled_from([*earlier, *other_bases]), max_size=2, unique=True))
     keywords = draw(st.sampled_from([[], [], ["metaclass=Meta"], ["metaclass=Meta", "table=1"], ["key='k'"]]))
     body = draw(st.lists(st.sampled_from(MEMBERS), max_size=5))
     slots = draw(st.sampled_from([[], [], ["__slots__ = ('x', '__y')"], ["__slots__ = ()"]]))
-    return f"class C{number}({', '.join(bases + keywords)}):\n    " + "\n    ".join([*slots, *body, "pass"])
+    return write_class(f"class C{number}({', '.join(bases + keywords)})", [*slots, *body])
 
 
 @st.composite
@@ -147,9 +149,8 @@ def make_dataclass(draw, number, earlier):
     bases = draw(st.lists(st.sampled_from([*earlier, "Keyed"]), max_size=1))
     fields = [f"f{number}_{i}: {kind}" for i, kind in enumerate(draw(FIELDS))]
     body = draw(st.lists(st.sampled_from(MEMBERS), max_size=2))
-    return f"@dataclass({', '.join(sorted(draw(OPTIONS)))})\nclass C{number}({', '.join(bases)}):\n    " + "\n    ".join(
-        [*fields, *body, "pass"]
-    )
+    head = f"@dataclass({', '.join(sorted(draw(OPTIONS)))})\nclass C{number}({', '.join(bases)})"
+    return write_class(head, [*fields, *body])
 
 
 @st.composite
@@ -159,17 +160,9 @@ def make_enum(draw, number, _):
     values = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     body = [f"M{i} = {str(value)!r}" if is_text else f"M{i} = {value}" for i, value in enumerate(values)]
     if base == "enum.Enum" and draw(st.booleans()):
-        body = [f"M{i} = {value}, 'text'" for i, value in enumerate(values)] + [
-            "def __init__(self, number, text): self.number = number"
-        ]
-    body.append(
-        draw(
-            st.sampled_from(
-                ["pass", "def method(self): return self.name", "@property\n    def cached(self): return self.value"]
-            )
-        )
-    )
-    return f"class C{number}({base}):\n    " + "\n    ".join(body)
+        body = [f"{line}, 'text'" for line in body] + ["def __init__(self, number, text): self.number = number"]
+    methods = "pass", "def method(self): return self.name", "@property\n    def cached(self): return self.value"
+    return write_class(f"class C{number}({base})", [*body, draw(st.sampled_from(methods))])
 
 
 @st.composite

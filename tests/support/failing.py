@@ -43,6 +43,13 @@ def raises_keyword_only_error():
     raise KeywordOnlyError(7, detail="two arguments")
 
 
+def raises_from_another_error():
+    try:
+        return {"größe": "äöü 漢字", "ratio": 1 / len("")}  # after wide characters
+    except ZeroDivisionError as error:
+        raise RuntimeError("the second") from error
+
+
 def recurses():
     recurses()
 

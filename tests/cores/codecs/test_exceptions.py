@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mpwatch.wire.exceptions.decoder import decode_exception, read_cause_chain, read_traceback_text
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
-from raising_expressions import raise_from
 from support import failing
 
 
@@ -271,7 +270,7 @@ def position(trace):
     return list(trace.tb_frame.f_code.co_positions())[trace.tb_lasti // 2]
 
 
-@pytest.mark.parametrize("fn", [failing.raises_value_error, raise_from, frames_without_columns])
+@pytest.mark.parametrize("fn", [failing.raises_value_error, failing.raises_from_another_error, frames_without_columns])
 def test_frames_are_what_a_debugger_reads(fn):
     error = catch(fn)
     back = round_trip(error)
