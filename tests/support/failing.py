@@ -74,18 +74,6 @@ def crashes():
     ctypes.string_at(0)
 
 
-def fails_beside_a_suspended_rank(barrier, suspended_pid):
-    barrier.wait()
-    if rank() == 1:
-        while state_of(suspended_pid.value) != "T":
-            os.sched_yield()
-        raise ValueError("the batch is bad")
-    if rank() == 0:
-        suspended_pid.value = os.getpid()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    wait_to_be_stopped()
-
-
 def state_of(pid):
     if not pid:
         return None

@@ -5,12 +5,6 @@ import sys
 
 import mpwatch
 
-VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-)
-
 
 def double(x, plus=0):
     return 2 * x + plus
@@ -21,8 +15,6 @@ def rank():
 
 
 class Adder:
-    """A callable object, which has no __name__; its method is a bound method."""
-
     def __init__(self, term):
         self.term = term
 

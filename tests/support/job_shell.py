@@ -23,7 +23,6 @@ def start():
 
 
 def wait_in_foreground(pid):
-    """Return the status of the job when it has ended; None: it has stopped."""
     _, status = os.waitpid(pid, os.WUNTRACED)
     os.tcsetpgrp(TERMINAL, os.getpgrp())
     if os.WIFSTOPPED(status):
@@ -33,7 +32,6 @@ def wait_in_foreground(pid):
 
 
 def proceed(pid):
-    """Obey one command. Return what `wait_in_foreground` returns."""
     command = input()
     if command == "fg":
         os.tcsetpgrp(TERMINAL, pid)

@@ -43,7 +43,6 @@ def _describe_result(fn, nprocs, options):
 
 
 def limit(which, soft):
-    """Set a soft limit. Return a function that restores the old one."""
     before, hard = resource.getrlimit(which)
     resource.setrlimit(which, (soft, hard))
     return lambda: resource.setrlimit(which, (before, hard))

@@ -4,6 +4,5 @@ import socket
 
 
 def free_port():
-    """Return a free port of the loopback device."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -40,7 +40,6 @@ def call(function, *args, **options):
 
 
 def command(function, *args):
-    """Return the arguments of Python for `call()`."""
     name = function.__name__
     return "-c", f"from {function.__module__} import {name} as fn; getattr(fn, '__wrapped__', fn)(*{args!r})"
 

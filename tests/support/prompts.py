@@ -49,11 +49,9 @@ class DebuggedProgram(Program):
             pass
 
     def finish(self, line):
-        """Type a line at the prompt, and wait until the program has ended. Return all rows."""
         self.type(line.encode() + (b"\r" if line.isprintable() else b""))
         assert self.end() == 0, "\n".join(self.rows())
         return self.rows()
 
     def rows(self):
-        """Return the rows of the screen that have text."""
         return [row for row in self.emulator.rows() if row]

@@ -19,8 +19,6 @@ TIMEOUT = 60.0  # seconds
 
 
 class Emulator:
-    """Emulates a terminal: its screen, and the rows that have scrolled out of the screen."""
-
     def __init__(self, columns, rows):
         self.screen = pyte.HistoryScreen(columns, rows, history=100_000)
         self.stream = pyte.ByteStream(self.screen)
@@ -30,11 +28,9 @@ class Emulator:
         return self
 
     def rows(self):
-        """Return the rows of the screen, from the top."""
         return [line.rstrip() for line in self.screen.display]
 
     def all_rows(self):
-        """Return the rows that have scrolled out, and the rows of the screen."""
         columns = range(self.screen.columns)
         scrolled_out = ["".join(line[n].data for n in columns).rstrip() for line in self.screen.history.top]
         return scrolled_out + self.rows()
@@ -93,6 +89,5 @@ class Program:
         return bool(data)
 
     def end(self):
-        """Wait until the program has ended. Return its exit status."""
         self.read_until()
         return self.process.wait(TIMEOUT)

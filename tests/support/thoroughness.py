@@ -9,5 +9,4 @@ THOROUGH = (pytest.mark.slow, pytest.mark.skipif(not IS_THOROUGH, reason="MPWATC
 
 
 def choose(usual, thorough):
-    """Return the number for usual tests, or that for thorough ones."""
     return thorough if IS_THOROUGH else usual

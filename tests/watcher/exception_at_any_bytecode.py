@@ -52,14 +52,11 @@ def find_places(code):
 
 
 def find_target(bytecode, instruction):
-    """Return where the exception handler of an instruction begins; None if there is none."""
     found = (entry.target for entry in bytecode.exception_entries if entry.start <= instruction.offset < entry.end)
     return next(found, None)
 
 
 class Thrower:
-    """Counts the places, and raises at one of them."""
-
     def __init__(self, at):
         self.at = at
         self.count = 0
@@ -106,7 +103,6 @@ def submit():
 
 
 def call_group():
-    """After the exception, the next call must get its own answers."""
     with mpwatch.WorkerGroup(2) as ranks:
         ranks.run(functions.rank)
         try:
@@ -124,7 +120,6 @@ def call_group():
 
 
 def throw_at(what, at):
-    """Return where the exception was raised; None if it was not."""
     with Thrower(at):
         try:
             what()

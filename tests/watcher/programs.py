@@ -37,13 +37,11 @@ class Program:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self):
-        """Wait for the program, which leaves no process. Return its exit status, stdout and stderr."""
         out, err = self.process.communicate(timeout=60)
         assert not alive(self.pids)
         return self.process.returncode, out, err
 
     def end_soon(self, number):
-        """Wait for the program, which ends soon by this signal. Return its output."""
         status, out, err = self.end()
         assert status == -number, err
         assert time.monotonic() - self.since < 4

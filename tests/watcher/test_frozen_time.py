@@ -1,6 +1,7 @@
 """Limits and delays while a tool for tests has replaced the clocks of Python."""
 
 import re
+import signal
 
 import pytest
 from freezegun import freeze_time
@@ -9,14 +10,23 @@ import mpwatch
 from mpwatch import FailureKind, RestartPolicy
 from support.failing import wait_to_be_stopped
 from support.programs import in_own_process
-from watcher.frozen_functions import is_deaf_to_sigterm, is_silent_in_frozen_time_in_the_first_attempt
-
-with_changed_time = pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
 
 
-@with_changed_time
+def is_deaf_to_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait_to_be_stopped()
+
+
+def is_silent_in_frozen_time_in_the_first_attempt():
+    if mpwatch.current_worker().restart_count == 0:
+        with freeze_time("2020-01-01"):
+            mpwatch.heartbeat()
+            wait_to_be_stopped()
+
+
+@pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
 @in_own_process  # freezegun reads each attribute of each module, and those of some packages load more modules
-def test_timeouts_and_grace_periods_expire(is_ticking):
+def test_limits_grace_periods_and_delays_expire(is_ticking):
     with freeze_time("2020-01-01", tick=is_ticking):
         with pytest.raises(mpwatch.RunTimeoutError, match=r"within timeout=0\.5 s"):
             mpwatch.run(is_deaf_to_sigterm, 1, grace_period=0.2, timeout=0.5)
@@ -29,13 +39,6 @@ def test_timeouts_and_grace_periods_expire(is_ticking):
         with pytest.raises(TimeoutError):
             handle.result(0.1)
         handle.terminate()
-
-
-@with_changed_time
-@in_own_process  # freezegun reads each attribute of each module, and those of some packages load more modules
-def test_silent_ranks_are_noticed_and_restarted_after_a_delay(is_ticking):
-    policy = RestartPolicy(1, delay=0.05, retry_if=FailureKind.HANG)
-    fn = is_silent_in_frozen_time_in_the_first_attempt
-    with freeze_time("2020-01-01", tick=is_ticking):
-        result = mpwatch.run(fn, 1, grace_period=0.2, heartbeat_timeout=0.2, max_restarts=policy)
-    assert re.search(r"was silent for 0\.[2-9]", str(result.attempts[0]))
+        options = {"max_restarts": RestartPolicy(1, delay=0.05, retry_if=FailureKind.HANG), "heartbeat_timeout": 0.2}
+        result = mpwatch.run(is_silent_in_frozen_time_in_the_first_attempt, 1, grace_period=0.2, **options)
+        assert re.search(r"was silent for 0\.[2-9]", str(result.attempts[0]))

@@ -7,22 +7,17 @@ import logging
 import os
 import signal
 import threading
-from multiprocessing.connection import Connection
 
 import pytest
 
 import mpwatch
 from support import failing, functions
-from support.process_state import state
+from support.process_state import SPAWN, state
 from support.programs import call, in_own_process
 
 
 def raise_timeout(*_):
     raise TimeoutError("raised")
-
-
-def send_sigusr1_to_watcher():
-    os.kill(os.getppid(), signal.SIGUSR1)
 
 
 @in_own_process
@@ -42,42 +37,27 @@ def test_an_exception_of_a_handler_stops_the_run_and_is_raised():
         assert state() == before
 
 
-class Urgent(BaseException):
-    pass
-
-
-def raise_urgent(*_):
-    raise Urgent
-
-
 @in_own_process
 def test_an_exception_of_a_handler_in_an_observer_is_not_taken_for_the_observer_s():
+    class UrgentError(BaseException):
+        pass
+
+    def raise_urgent(*_):
+        raise UrgentError
+
     signal.signal(signal.SIGUSR1, raise_urgent)
     signals = [signal.SIGUSR1]
-    with pytest.raises(Urgent):
+    with pytest.raises(UrgentError):
         mpwatch.run(failing.wait_to_be_stopped, 2, on_event=lambda _: signals and signal.raise_signal(signals.pop()))
 
 
 @in_own_process
 def test_a_handler_that_does_not_raise_does_not_disturb_the_run():
-    start, end = (Connection(fd) for fd in os.pipe())
-    threads = []
-
-    def work(end):
-        received = []
-        signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
-        end.send(os.getpid())
-        os.kill(os.getppid(), signal.SIGUSR1)
-        while not received:
-            signal.sigtimedwait([], 0.01)
-        return "received"
-
-    def relay(*_):
-        threads.append(threading.current_thread())
-        os.kill(start.recv(), signal.SIGUSR1)
-
-    signal.signal(signal.SIGUSR1, relay)
-    assert list(mpwatch.run(work, 1, args=(end,))) == ["received"]
+    event, threads = SPAWN.Event(), []
+    signal.signal(signal.SIGUSR1, lambda *_: threads.append(threading.current_thread()) or event.set())
+    assert list(mpwatch.run(lambda event: os.kill(os.getppid(), signal.SIGUSR1) or event.wait(60), 1, args=(event,))) == [
+        True
+    ]
     assert threads == [threading.main_thread()]
 
 
@@ -86,7 +66,7 @@ def test_a_signal_during_a_run_reaches_the_event_loop_of_the_host():
     async def main():
         called = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, called.set)
-        mpwatch.run(send_sigusr1_to_watcher, 1)
+        mpwatch.run(lambda: os.kill(os.getppid(), signal.SIGUSR1), 1)
         assert await asyncio.wait_for(called.wait(), 10)
 
     asyncio.run(main())

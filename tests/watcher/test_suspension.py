@@ -31,7 +31,6 @@ def read_stat(pid):
 
 
 def cpu_seconds(pids):
-    """Return the CPU time of each process so far."""
     return [(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") for fields in map(read_stat, pids)]
 
 
@@ -60,24 +59,21 @@ def check_suspension(pids, before):
     wait_until(lambda: have_all_stopped(pids))
     after = cpu_seconds(pids)
     assert max(b - a for a, b in zip(before, after, strict=True)) <= CPU_SECONDS
-    stay_suspended(0.03)  # three clock ticks
+    let_time_pass(0.03)  # three clock ticks
     assert cpu_seconds(pids) == after
 
 
-def stay_suspended(seconds):
-    """Let time pass that no limit may count."""
+def let_time_pass(seconds):
     signal.sigtimedwait([], seconds)
 
 
 @pytest.fixture
 def gate(tmp_path):
-    """The path of a file that lets the ranks return when it exists."""
     return tmp_path / "gate"
 
 
 @pytest.fixture
 def start(gate):
-    """Return a function that starts a program with two ranks. At the end of the test the program is killed."""
     with ExitStack() as stack:
         yield lambda call=SPIN, in_host="": stack.enter_context(Program(call.format(str(gate)), "", in_host))
 
@@ -96,47 +92,42 @@ def suspend(program):
 
 
 def finish(program, gate):
-    """Let the ranks return. Check that nothing disturbs the program."""
     gate.touch()
     assert program.end() == (0, RESULT, "")
 
 
 @pytest.mark.parametrize(
-    ("call", "rounds"), [(SPIN, 3), (SPIN_IN_GROUP, 3), (SPIN_IN_MAP, 3), pytest.param(SPIN, 100, marks=pytest.mark.slow)]
+    ("call", "rounds", "seconds"),
+    [
+        (SPIN, 1, 0),
+        (SPIN_IN_GROUP, 2, 2.5),  # longer than the limits, which do not count it
+        (SPIN_IN_MAP, 3, 0),
+        pytest.param(SPIN, 100, 0, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_and_helpers_stop_and_go_on_with_the_program(start, gate, call, rounds):
+def test_ranks_and_helpers_stop_and_go_on_with_the_program(start, gate, call, rounds, seconds):
     program = start(call)
-    for _ in range(rounds):
+    for number in range(rounds):
         suspend(program)
+        if number == 0:
+            let_time_pass(seconds)
         program.signal(signal.SIGCONT)
         wait_until(lambda: are_all_running([program.process.pid, *program.pids]))
     finish(program, gate)
 
 
-def test_no_limit_counts_the_suspension(start, gate):
-    program = start(SPIN_IN_GROUP)
-    suspend(program)
-    stay_suspended(2.5)
-    program.signal(signal.SIGCONT)
-    finish(program, gate)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_suspension_is_delivered_afterwards(start, signum):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_during_the_suspension(start, signum):
+    """It is delivered afterwards, except SIGKILL, which ends the program at once, and its ranks."""
     program = start()
     suspend(program)
     program.signal(signum)
-    stay_suspended(0.1)
-    assert have_all_stopped([program.process.pid, *program.pids])
-    program.signal(signal.SIGCONT)
-    assert program.end()[:2] == (-signum, "")
-
-
-def test_no_rank_outlives_a_suspended_program_that_is_killed(start):
-    program = start()
-    suspend(program)
-    program.signal(signal.SIGKILL)
+    if signum == signal.SIGINT:
+        let_time_pass(0.1)
+        assert have_all_stopped([program.process.pid, *program.pids])
+        program.signal(signal.SIGCONT)
     wait_until(lambda: not alive(program.pids))
+    assert program.end()[:2] == (-signum, "")
 
 
 @pytest.mark.parametrize(

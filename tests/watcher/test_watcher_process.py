@@ -30,42 +30,34 @@ def guardian_of(pid):
 
 
 @pytest.mark.parametrize(
-    "statements",
-    [{}, {"call": IN_THREAD}, {"in_host": FORK}, {"in_rank": "os.closerange(3, 4096)"}],
-    ids=["in the main thread", "in a thread", "a fork holds every pipe open", "ranks have closed its pipes"],
+    ("statements", "has_guardian"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"call": IN_THREAD}, True),
+        ({"in_host": FORK}, True),
+        ({"in_rank": "os.closerange(3, 4096)"}, True),
+    ],
+    ids=["in the main thread", "only the kernel", "in a thread", "a fork holds every pipe open", "ranks closed its pipes"],
 )
-def test_no_rank_outlives_a_killed_watcher(statements, eventually):
+def test_no_rank_outlives_a_killed_watcher(statements, has_guardian, eventually):
     program = Program(**statements)
+    if not has_guardian:
+        os.kill(guardian_of(program.process.pid), signal.SIGKILL)
     program.signal(signal.SIGKILL)
     program.process.wait()
     eventually(lambda: not alive(program.pids), seconds=3)
     assert program.end()[0] == -signal.SIGKILL
 
 
-def test_no_rank_outlives_a_watcher_that_has_lost_its_guardian(eventually):
-    """The kernel alone ends the ranks."""
-    program = Program()
-    os.kill(guardian_of(program.process.pid), signal.SIGKILL)
-    program.signal(signal.SIGKILL)
-    program.process.wait()
-    eventually(lambda: not alive(program.pids))
-    program.end()
-
-
-def test_ctrl_c_raises_keyboard_interrupt_and_prints_one_traceback():
-    program = Program()
+def test_ctrl_c_reaches_the_functions_raises_keyboard_interrupt_and_prints_one_traceback():
+    program = Program(in_rank=SAVE)
     program.signal(signal.SIGINT, group=True)
-    _, err = program.end_soon(signal.SIGINT)
+    out, err = program.end_soon(signal.SIGINT)
+    assert out.count("saved") == 2
     assert err.count("Traceback") == 1
     assert "KeyboardInterrupt\nthe run was stopped: this process received SIGINT\n" in err
     assert re.search(r"\n  ranks? .*: stopped by the watcher \(\w+\.py:\d+ in \w+: ", err)
-
-
-def test_ctrl_c_reaches_the_functions_so_that_they_can_save():
-    program = Program(in_rank=SAVE)
-    program.signal(signal.SIGINT, group=True)
-    out, _ = program.end_soon(signal.SIGINT)
-    assert out.count("saved") == 2
 
 
 def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
@@ -106,20 +98,15 @@ def test_sigterm_and_sighup_end_the_program_after_its_ranks(number, call):
     assert all(re.match(r"  ranks? [01-]+: stopped by the watcher( |$)", place) for place in places), places
 
 
-def test_a_host_s_own_handler_runs_when_all_is_over():
-    program = Program(in_host="signal.signal(15, lambda *_: print('own handler', flush=True))")
+def test_handlers_of_the_host_and_nohup_are_respected():
+    own = "signal.signal(1, signal.SIG_IGN); signal.signal(15, lambda *_: print('own handler', flush=True))"
+    program = Program(in_host=own)
+    program.signal(signal.SIGHUP)
     program.signal(signal.SIGTERM)
     status, out, err = program.end()
     assert (status, "own handler" in out) == (1, True)
     assert "RunFailedError: the run was stopped: this process received SIGTERM" in err
     assert err.count("the run was stopped") == 1
-
-
-def test_nohup_is_respected():
-    program = Program(in_host="signal.signal(1, signal.SIG_IGN)")
-    program.signal(signal.SIGHUP)
-    program.signal(signal.SIGTERM)
-    program.end_soon(signal.SIGTERM)
 
 
 def send_signals_at_the_end():

@@ -23,7 +23,6 @@ def main(call, in_rank, in_host):
 
 
 def start_helper(statements):
-    """Start a process, and print the pid of this rank, and that of the process."""
     helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", statements], os.environ)
     os.write(1, f"running {os.getpid()} {helper}\n".encode())
 
@@ -35,7 +34,6 @@ def wait_with_helper(in_rank):
 
 
 def spin(gate):
-    """Use a CPU, as a helper does, until the file `gate` exists."""
     start_helper("while True: pass")
     while not os.path.exists(gate):
         mpwatch.report(step=3)

@@ -1,26 +1,48 @@
 """If a rank can import nothing more when its function ends, its answer still arrives, and it prints nothing of its own."""
 
 import os
-from functools import partial
+import sys
 
 import pytest
 
 import mpwatch
-from worker import last_imports
-
-NEED_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="that takes root")
+from support.runs import failed
 
 
-@pytest.mark.parametrize(
-    "sabotage", [last_imports.forget_all_modules, pytest.param(last_imports.leave_the_root_folder, marks=NEED_ROOT)]
-)
+def forget_all_modules(_):
+    sys.path.clear()
+    sys.meta_path.clear()
+
+
+def leave_the_root_folder(folder):
+    os.chroot(folder)
+    os.chdir("/")
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="that takes root")
+
+
+@pytest.mark.parametrize("sabotage", [forget_all_modules, pytest.param(leave_the_root_folder, marks=NEEDS_ROOT)])
 def test_a_value_and_an_exception_arrive(sabotage, tmp_path, capfd):
-    sabotage = partial(sabotage, tmp_path)
-    assert list(mpwatch.run(last_imports.return_value, 1, args=(sabotage, {"loss": 0.5}))) == [{"loss": 0.5}]
-    with pytest.raises(mpwatch.RunFailedError, match=r"ValueError: \('step', 7\) \(last_imports.py:") as caught:
-        mpwatch.run(last_imports.raise_with_cause, 1, args=(sabotage,))
-    error, traceback = caught.value.__cause__, caught.value.root_cause.traceback
-    assert (type(error), error.args, error.__cause__.errno) == (ValueError, ("step", 7), 7)
+    def return_value(value):
+        sabotage(tmp_path)
+        return value
+
+    def raise_with_cause():
+        sabotage(tmp_path)
+        try:
+            raise OSError(7, "the cause")
+        except OSError as error:
+            raise ValueError("step", 7) from error
+
+    assert list(mpwatch.run(return_value, 1, args=({"loss": 0.5},))) == [{"loss": 0.5}]
+    error = failed(raise_with_cause, 1)
+    assert str(error).startswith("rank 0 failed first: ValueError: ('step', 7) (test_last_imports.py:")
+    cause, traceback = error.__cause__, error.root_cause.traceback
+    assert (type(cause), cause.args, cause.__cause__.errno) == (ValueError, ("step", 7), 7)
     assert "OSError: [Errno 7] the cause" in traceback
-    assert "in raise_with_cause" in traceback
+    assert "raise_with_cause" in traceback
     assert capfd.readouterr() == ("", "")

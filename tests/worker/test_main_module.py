@@ -10,7 +10,7 @@ import pytest
 from support.programs import ENV, python
 
 SCRIPT = """
-import functools, multiprocessing, pickle, sys
+import multiprocessing, pickle, sys
 from dataclasses import dataclass
 import mpwatch
 
@@ -22,13 +22,6 @@ class Cfg:
 
     class Inner:
         pass
-
-    def count(self):
-        return counter
-
-@functools.cache
-def cached(n):
-    return n + counter
 
 def even(n):
     return n == 0 or odd(n - 1)
@@ -43,9 +36,7 @@ def train(cfg):
     counter += 1
     main = sys.modules["__main__"]
     assert (main.counter, main.Cfg) == (1, type(cfg)) == (1, Cfg)
-    assert pickle.loads(pickle.dumps(cfg)) == cfg
-    assert all(pickle.loads(pickle.dumps(thing)) is thing for thing in (Cfg.Inner, even))
-    assert even(10) and cached(2) == 3
+    assert all(pickle.loads(pickle.dumps(thing)) is thing for thing in (Cfg.Inner, even)) and even(10)
     Cfg.Inner.changed = "in the rank"
     return cfg, __name__, pickle.dumps(cfg), odd
 
@@ -53,7 +44,7 @@ cfg = Cfg(0.1)
 for value, name, pickled, function in mpwatch.run(train, 2, args=(cfg,)):
     assert type(value) is Cfg and value == cfg == pickle.loads(pickled)
     assert name == "__main__" and function is odd
-assert counter == 0 and not hasattr(Cfg.Inner, "changed") and Cfg.count.__globals__ is globals()
+assert counter == 0 and not hasattr(Cfg.Inner, "changed")
 assert multiprocessing.get_start_method(allow_none=True) is None
 
 def relative():

@@ -14,7 +14,6 @@ from support.functions import rank
 
 
 def loop(ranks):
-    """Come to a breakpoint in these ranks, at step 1 of 3."""
     values = {"rank": rank()}
     for step in range(3):
         if rank() in ranks and step == 1:
@@ -24,7 +23,6 @@ def loop(ranks):
 
 
 def print_lines(ranks):
-    """Rank 0 comes to a breakpoint; the other ranks print until it goes on."""
     for number in range(20):
         print(f"line {number} of rank {rank()}")
         mpwatch.report(step=number, total=20)
@@ -34,7 +32,6 @@ def print_lines(ranks):
 
 
 def stop_elsewhere(_):
-    """Come to a breakpoint in a thread of rank 0 and in a fork of rank 1."""
     if rank() == 0:
         thread = threading.Thread(target=loop, args=([0],), name="worker")
         thread.start()
@@ -86,8 +83,7 @@ def wait_for_event(barrier, event):
     event.wait()
 
 
-def call_from_threads():
-    """Come to a breakpoint in a call from a thread, and in a call from the main thread beside a call in the background."""
+def call_group():
     spawn = multiprocessing.get_context("spawn")
     barrier, event = spawn.Barrier(2), spawn.Event()
     with mpwatch.WorkerGroup(2) as group:
@@ -96,7 +92,8 @@ def call_from_threads():
         print(f"from a thread: {error.__cause__}", flush=True)
         waiting = group.submit(wait_for_event, (barrier, event), ranks=1)
         barrier.wait()
-        print(f"values: {list(group.run(stop_once, ranks=0).values())}", flush=True)
+        for _ in range(2):
+            print(f"values: {list(group.run(stop_once, ranks=0).values())}", flush=True)
         event.set()
         waiting.result()
 
@@ -111,12 +108,7 @@ def main(name, ranks, options):
         function()
         return
     try:
-        if options.pop("group", False):
-            with mpwatch.WorkerGroup(2, **options) as group:
-                for _ in range(2):
-                    print(f"values: {list(group.run(function, args=(ranks,)))}", flush=True)
-        else:
-            print(f"values: {list(mpwatch.run(function, args=(ranks,), **{'nprocs': 2, **options}))}", flush=True)
+        print(f"values: {list(mpwatch.run(function, args=(ranks,), **{'nprocs': 2, **options}))}", flush=True)
     except KeyboardInterrupt as error:
         print(f"KeyboardInterrupt: {error}")
     except mpwatch.RunFailedError as error:

@@ -11,6 +11,7 @@ import pytest
 import mpwatch
 from support.programs import ENV
 from support.prompts import DebuggedProgram
+from support.runs import failed
 from watcher.debugger import debugged_program
 
 FILE = Path(debugged_program.__file__)
@@ -123,19 +124,13 @@ def test_the_prompt_is_closed_when_another_rank_fails(tmp_path):
     assert any(row.startswith("failed: rank 1 failed first: ValueError: of another rank") for row in program.rows())
 
 
-def test_a_group_keeps_its_debugger():
-    with debugged("loop", [0], group=True) as program:
+def test_calls_of_a_group_have_a_prompt_in_the_main_thread_only():
+    with debugged("call_group", None) as program:
         assert program.wait_for_prompt() == "(rank 0) (Pdb)"
-        assert "values: [2, 2]" in program.ask("c")
-        assert program.finish("c").count("values: [2, 2]") == 2
-
-
-def test_only_calls_of_the_main_thread_have_a_prompt():
-    with debugged("call_from_threads", None) as program:
-        assert program.wait_for_prompt() == "(rank 0) (Pdb)"
+        assert program.ask("c")[-1] == "(rank 0) (Pdb)"
         rows = program.finish("c")
     assert any("breakpoint() can open no prompt: the run was started in a thread" in row for row in rows)
-    assert "values: [1]" in rows
+    assert rows.count("values: [1]") == 2
 
 
 @pytest.mark.slow
@@ -163,12 +158,12 @@ NO_PROMPT = "can open no prompt: the program that started the run has neither a 
 
 def test_without_a_terminal_the_error_says_so(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(debugged_program.stop_once, nprocs=1)
-    error = caught.value.__cause__
+    error = failed(debugged_program.stop_once, nprocs=1)
+    error = error.__cause__
     assert str(error).startswith(f"breakpoint() {NO_PROMPT}")
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in str(error)
     assert traceback.extract_tb(error.__traceback__)[0].name == "stop_once"
+    assert list(mpwatch.run(debugged_program.stop_once, nprocs=1, env={"PYTHONBREAKPOINT": "0"})) == [1]
 
 
 def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect(monkeypatch, caplog):
@@ -176,7 +171,3 @@ def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect(monkeypat
     mpwatch.run(debugged_program.raise_in_one, 2, args=([0, 1],), debug="post_mortem", check=False)
     (text,) = caplog.messages
     assert text.startswith(f"debug='post_mortem' {NO_PROMPT}")
-
-
-def test_ignored_breakpoints():
-    assert list(mpwatch.run(debugged_program.stop_once, nprocs=1, env={"PYTHONBREAKPOINT": "0"})) == [1]

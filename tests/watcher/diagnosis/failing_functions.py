@@ -1,25 +1,31 @@
-"""Functions for ranks that fail in every way. A rank imports this module, so it imports little."""
+"""Functions for ranks that fail, hang or fall silent. A rank imports this module, so it imports little."""
 
+import ctypes
+import faulthandler
 import os
-import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
-from support.failing import is_killed, rank, state_of, wait_to_be_stopped
+import mpwatch
+from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 
-def call_on_rank_1_when_others_sleep(action, pids, *args):
-    """Call `action` on rank 1 once the other ranks have stored their pids and sleep."""
+def wait_until(condition):
+    while not condition():
+        os.sched_yield()
+
+
+def call_on_rank_1_when_others_sleep(action, pids, *args, prepare=tuple, others=wait_to_be_stopped, state="S"):
+    """Call `action` on rank 1 once the other ranks have prepared and sleep in `others`; with the state "T": are suspended."""
     me = rank()
     if me != 1:
+        prepare()
         pids[me] = os.getpid()
-        wait_to_be_stopped()
-    while not all(state_of(pids[other]) == "S" for other in range(len(pids)) if other != 1):
-        os.sched_yield()
+        return others()
+    wait_until(lambda: all(pid and state_of(pid) == state for other, pid in enumerate(pids) if other != 1))
     return action(*args)
 
 
@@ -43,6 +49,8 @@ def execs_a_program_that_exits_with_9():
 
 
 def opens_all_descriptors_and_raises():
+    import resource
+
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
     files = []
     while True:
@@ -58,15 +66,13 @@ class HangsWhenUnpickledError(Exception):
         return wait_to_be_stopped, ()
 
 
+class HangsInStrError(Exception):
+    def __str__(self):
+        return str(wait_to_be_stopped())
+
+
 def raises(error_class):
     raise error_class("the batch is bad")
-
-
-EXIT_CODES = ["", 0.0, "text", 256]
-
-
-def exits_with_strange_code():
-    sys.exit(EXIT_CODES[rank()])
 
 
 class RaisesWhenRebuilt:
@@ -85,9 +91,7 @@ def raise_error(error):
 
 
 def starts_a_helper(barrier, pids):
-    """Start a helper process in the process group of each rank. Then rank 1 is killed."""
-    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-    pids[rank()] = helper.pid
+    pids[rank()] = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
     barrier.wait()
     if rank() == 1:
         is_killed()
@@ -108,11 +112,6 @@ def ends_at_sigterm(pids, failing):
 
     signal.signal(signal.SIGTERM, end)
     return call_on_rank_1_when_others_sleep(*((raises, pids, ValueError) if failing else (rank, pids)))
-
-
-class HangsInStrError(Exception):
-    def __str__(self):
-        return str(wait_to_be_stopped())
 
 
 # --- who failed first
@@ -137,7 +136,7 @@ def records_time_of_failure(barrier, failed_at):
 
 
 class SlowTextError(Exception):
-    """An exception whose text is ready only after another rank's failure was reported."""
+    """Its text is ready only after another rank's failure was reported."""
 
     def __str__(self):
         _has_failed.set()
@@ -146,7 +145,7 @@ class SlowTextError(Exception):
 
 
 class SetsEventWhenPickledError(Exception):
-    """An exception that sets an event when it is pickled, which is after its failure was reported."""
+    """It is pickled after its failure was reported."""
 
     def __reduce__(self):
         _other_was_reported.set()
@@ -182,11 +181,6 @@ def raises_own_error_when_its_peer_dies(barrier):
     raise RuntimeError("lost my peer")
 
 
-def wait_until(condition):
-    while not condition():
-        os.sched_yield()
-
-
 def suspend_the_watcher():
     os.kill(os.getppid(), signal.SIGSTOP)
     wait_until(lambda: state_of(os.getppid()) == "T")
@@ -201,7 +195,7 @@ def kill_two_while_the_watcher_is_suspended(pids):
 
 
 class ResumesTheWatcherError(Exception):
-    """An exception that resumes the watcher when it is pickled, which is after its failure was reported."""
+    """It is pickled after its failure was reported."""
 
     def __reduce__(self):
         os.kill(os.getppid(), signal.SIGCONT)
@@ -209,7 +203,6 @@ class ResumesTheWatcherError(Exception):
 
 
 def two_fail_while_the_watcher_is_suspended(pids):
-    """Suspend the watcher in rank 1. Then rank 2 dies, and then rank 0 raises."""
     pids[rank()] = os.getpid()
     wait_until(lambda: all(pids))
     if rank() == 1:
@@ -220,3 +213,98 @@ def two_fail_while_the_watcher_is_suspended(pids):
         is_killed()
     wait_until(lambda: state_of(pids[2]) == "Z")
     raise ResumesTheWatcherError
+
+
+# --- stacks
+
+
+def starts_many_threads():
+    for _ in range(120):
+        threading.Thread(target=wait_in_a_thread, daemon=True).start()
+
+
+def holds_the_gil():
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def suspends_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    wait_to_be_stopped()
+
+
+def recurses_then_waits(depth=200):
+    if depth:
+        recurses_then_waits(depth - 1)
+    wait_to_be_stopped()
+
+
+def crashes_with_faulthandler_enabled(path=None):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable(**({"file": open(path, "w")} if path else {}))
+    ctypes.string_at(0)
+
+
+# --- heartbeats and reports
+
+
+def report_steps(has_reported):
+    for step in range(3):
+        mpwatch.report(step=step, total=3, loss=1 / (step + 1), ready=True)
+    if rank() == 0:
+        has_reported.set()
+        wait_to_be_stopped()
+    mpwatch.report(step=7)
+    has_reported.wait()
+    is_killed()
+
+
+def beat_until(condition):
+    while not condition():
+        mpwatch.heartbeat()
+        time.sleep(0.01)
+
+
+def beat_forever():
+    beat_until(lambda: False)
+
+
+def stop_heartbeats_in_three_ways(barrier):
+    mpwatch.heartbeat()
+    barrier.wait()
+    (beat_forever, wait_to_be_stopped, holds_the_gil, suspends_itself)[rank()]()
+
+
+class SlowToPickle:
+    def __reduce__(self):
+        signal.sigtimedwait([], 0.6)  # longer than the limit; no heartbeat is sent here
+        return str, ("at last",)
+
+
+def have_no_limit():
+    if rank() == 0:
+        mpwatch.heartbeat()
+        return SlowToPickle()
+    signal.sigtimedwait([], 0.6)
+    return "never"
+
+
+def beat_in_a_fork():
+    mpwatch.heartbeat()
+    if os.fork() == 0:
+        beat_forever()
+    wait_to_be_stopped()
+
+
+def beat_until_sigusr1():
+    received = []
+    signal.signal(signal.SIGUSR1, lambda *_: received.append(True))
+    mpwatch.heartbeat()
+    os.write(1, f"{os.getpid()}\n".encode())
+    beat_until(lambda: received)
+    return True
+
+
+def run_until_sigusr1():
+    print(list(mpwatch.run(beat_until_sigusr1, 2, heartbeat_timeout=1.0)))

@@ -22,7 +22,6 @@ def call_on_rank_1(fn):
 
 
 def exhaust_memory(group):
-    """Join the cgroup. Print the report of a rank that uses all memory, of one that is killed, and of one with a helper."""
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
     for fn in (use_memory, is_killed, use_memory_in_helper):

@@ -1,11 +1,14 @@
-"""Runs in which a rank fails: a table of saboteurs with the expected report of each, and who failed first."""
+"""Runs in which a rank fails: a table of saboteurs with the report of each, who failed first, stacks, and start-up output."""
 
+import multiprocessing
 import os
 import pickle
 import re
 import signal
 import sys
+import threading
 import time
+from types import MappingProxyType
 
 import pytest
 
@@ -13,26 +16,27 @@ import mpwatch
 from mpwatch import FailureKind, WorkerState
 from support import failing
 from support.process_state import SPAWN, is_alive
-from support.programs import in_own_process
-from watcher.diagnosis import failing_functions
+from support.programs import call, in_own_process
+from support.runs import failed
+from watcher.diagnosis import failing_functions as fn
 
 EXCEPTION, EXIT, SIGNAL, LOST = FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL, FailureKind.LOST
 CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)}
 TABLE = {
     # saboteur: kind, exit code, type of the exception, a part of the verdict
     failing.raises_value_error: (EXCEPTION, 1, ValueError, "rank 1 failed first: ValueError: the batch is bad (failing.py:"),
-    failing_functions.raises_keyboard_interrupt: (EXCEPTION, 1, KeyboardInterrupt, "from the rank itself"),
+    fn.raises_keyboard_interrupt: (EXCEPTION, 1, KeyboardInterrupt, "from the rank itself"),
     failing.recurses: (EXCEPTION, 1, RecursionError, "maximum recursion depth"),
     failing.exits_with_3: (EXIT, 3, SystemExit, "rank 1 ended with exit code 3 and no result"),
     failing.calls_os_exit_with_7: (EXIT, 7, None, "rank 1 ended with exit code 7 and no result"),
-    failing_functions.calls_os_exit_with_0: (LOST, 1, None, "rank 1 ended without returning a result"),
+    fn.calls_os_exit_with_0: (LOST, 1, None, "rank 1 ended without returning a result"),
     failing.is_killed: (SIGNAL, 137, None, "rank 1 was killed by SIGKILL (not sent by mpwatch"),
     failing.is_terminated: (SIGNAL, 143, None, "rank 1 was killed by SIGTERM (not sent by mpwatch"),
     failing.crashes: (SIGNAL, 139, None, "rank 1 was killed by SIGSEGV (an invalid memory access"),
-    failing_functions.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code called abort()"),
-    failing_functions.execs_a_program_that_exits_with_9: (EXIT, 9, None, "rank 1 ended with exit code 9"),
-    failing_functions.opens_all_descriptors_and_raises: (EXCEPTION, 1, OSError, "Too many open files"),
-    failing_functions.returns_a_lock: (
+    fn.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code called abort()"),
+    fn.execs_a_program_that_exits_with_9: (EXIT, 9, None, "rank 1 ended with exit code 9"),
+    fn.opens_all_descriptors_and_raises: (EXCEPTION, 1, OSError, "Too many open files"),
+    fn.returns_a_lock: (
         EXCEPTION,
         1,
         TypeError,
@@ -42,18 +46,21 @@ TABLE = {
 OTHERS = r"  ranks 0, 2: stopped by the watcher \(failing\.py:\d+ in wait_to_be_stopped: signal\.pause\(\)\)"
 
 
-def run_when_others_sleep(saboteur, *more, nprocs=3, **options):
-    args = (saboteur, SPAWN.Array("i", nprocs), *more)
-    return mpwatch.run(failing_functions.call_on_rank_1_when_others_sleep, nprocs, args=args, **options)
+def failed_on_rank_1(action, *more, nprocs=3, kwargs=None, **options):
+    args = (action, SPAWN.Array("i", nprocs), *more)
+    return failed(fn.call_on_rank_1_when_others_sleep, nprocs, args=args, kwargs=kwargs, **options)
+
+
+def failed_beside(others=failing.wait_to_be_stopped, options=MappingProxyType({}), **kwargs):
+    return failed_on_rank_1(failing.raises_value_error, nprocs=2, kwargs={"others": others, **kwargs}, **options)
 
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.parametrize("saboteur", TABLE, ids=lambda saboteur: saboteur.__name__)
 def test_the_first_failure_is_reported(saboteur, capfd):
     kind, exit_code, exception, text = TABLE[saboteur]
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        run_when_others_sleep(saboteur)
-    error, root, result = caught.value, caught.value.root_cause, caught.value.result
+    error = failed_on_rank_1(saboteur)
+    root, result = error.root_cause, error.result
     assert (root.rank, root.kind, root.exit_code, root.is_secondary) == (1, kind, exit_code, False)
     assert error.exit_code == exit_code
     assert type(root.exception) is (exception or type(None))
@@ -85,9 +92,11 @@ def test_main_ends_the_program_as_the_failed_rank_ended(saboteur, status, capsys
 
 
 def test_only_none_and_0_are_successful_codes_of_sys_exit():
-    nprocs = len(failing_functions.EXIT_CODES)
-    result = mpwatch.run(failing_functions.exits_with_strange_code, nprocs, keep_going=True, check=False)
-    assert sorted(result.failures) == list(range(nprocs))
+    def exit_with_strange_code():
+        sys.exit(["", 0.0, "text", 256][failing.rank()])
+
+    result = mpwatch.run(exit_with_strange_code, 4, keep_going=True, check=False)
+    assert sorted(result.failures) == [0, 1, 2, 3]
     for failure in result.failures.values():
         assert (failure.kind, type(failure.exception)) == (EXIT, SystemExit)
         assert 0 < failure.exit_code < 256
@@ -101,7 +110,7 @@ def test_a_value_that_cannot_be_rebuilt_costs_no_rank_of_a_group():
             (KeyboardInterrupt("meanwhile"), KeyboardInterrupt, "meanwhile"),
         ):
             with pytest.raises(raised, match=message):
-                group.run(failing_functions.RaisesWhenRebuilt, (error,))
+                group.run(fn.RaisesWhenRebuilt, (error,))
         assert list(group.run(int)) == [0]
         assert group.workers[0].restart_count == 0
 
@@ -111,9 +120,9 @@ def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import only_here
 
-    with pytest.raises(mpwatch.RunFailedError, match="could not load the call: ModuleNotFoundError") as caught:
-        mpwatch.run(only_here.f, 2)
-    assert caught.value.root_cause.kind is FailureKind.START
+    error = failed(only_here.f, 2)
+    assert "could not load the call: ModuleNotFoundError" in str(error)
+    assert error.root_cause.kind is FailureKind.START
 
 
 # --- ranks and what is around them
@@ -121,18 +130,40 @@ def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.linux
-def test_a_suspended_rank_is_reported_as_such_and_continued_so_that_it_can_end(barrier):
-    with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first") as caught:
-        mpwatch.run(failing.fails_beside_a_suspended_rank, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
-    assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(caught.value)
+def test_a_suspended_rank_is_reported_as_such_and_continued_so_that_it_can_end():
+    error = failed_beside(fn.suspends_itself, {"grace_period": 60}, state="T")
+    assert str(error).startswith("rank 1 failed first")
+    assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(error)
+    assert error.result.elapsed < 30
 
 
 def test_helpers_are_killed_with_their_ranks(barrier):
     pids = SPAWN.Array("i", 3)
-    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
-        mpwatch.run(failing_functions.starts_a_helper, 3, args=(barrier, pids))
+    assert failed(fn.starts_a_helper, 3, args=(barrier, pids)).root_cause.signal == signal.SIGKILL
     assert all(pids)
     assert not any(is_alive(pid) for pid in pids)
+
+
+class ExitsWhenLoaded:
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def test_a_rank_that_dies_while_it_loads_its_own_argument():
+    error = failed(str, 3, args=(mpwatch.PerRank(["a", "b", ExitsWhenLoaded()]),))
+    assert "rank 2 ended with exit code 3" in str(error)
+    assert list(error.result.failures) == [2]
+
+
+@pytest.mark.parametrize("helper", [threading.Thread, multiprocessing.get_context("spawn").Process])
+def test_a_failure_does_not_wait_for_a_helper_that_is_no_daemon(helper):
+    def start_and_raise():
+        helper(target=time.sleep, args=(600,)).start()
+        raise ValueError("mine")
+
+    error = failed(start_and_raise, 2, grace_period=60)
+    assert "ValueError: mine" in str(error)
+    assert error.result.elapsed < 30
 
 
 # --- timeouts and signals
@@ -142,7 +173,7 @@ def test_helpers_are_killed_with_their_ranks(barrier):
 def test_a_timeout_stays_a_timeout_however_ranks_handle_sigterm():
     start = time.monotonic()
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(failing_functions.ends_at_sigterm, 4, args=(SPAWN.Array("i", 4), False), timeout=2.0, grace_period=60)
+        mpwatch.run(fn.ends_at_sigterm, 4, args=(SPAWN.Array("i", 4), False), timeout=2.0, grace_period=60)
     assert 2.0 <= time.monotonic() - start < 60
     error, result = caught.value, caught.value.result
     assert isinstance(error, TimeoutError)
@@ -159,67 +190,54 @@ def test_a_timeout_stays_a_timeout_however_ranks_handle_sigterm():
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
 def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(capfd):
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(failing_functions.ends_at_sigterm, 4, args=(SPAWN.Array("i", 4), True))
-    _, others = str(caught.value).splitlines()
+    error = failed(fn.ends_at_sigterm, 4, args=(SPAWN.Array("i", 4), True))
+    _, others = str(error).splitlines()
     assert others.startswith("  ranks 0, 2-3: stopped by the watcher (failing.py:")
-    assert set(caught.value.result.failures) == {1}
+    assert set(error.result.failures) == {1}
     out, err = capfd.readouterr()
     assert (out.count("received SIGTERM"), err) == (3, "")
 
 
-def test_an_exception_that_hangs_when_it_is_unpickled_blocks_nobody():
-    hangs = failing_functions.HangsWhenUnpickledError
-    with pytest.raises(
-        mpwatch.RunFailedError, match=r"^rank 1 failed first: HangsWhen.*Error: the batch is bad \(fail"
-    ) as caught:
-        run_when_others_sleep(failing_functions.raises, hangs, grace_period=0.3)
-    assert type(caught.value.__cause__).__name__ == "HangsWhenUnpickledError"
-
-
 @pytest.mark.usefixtures("_wait_for_all_stacks")
-def test_an_exception_whose_str_never_returns_is_reported():
-    start = time.monotonic()
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        run_when_others_sleep(failing_functions.raises, failing_functions.HangsInStrError, grace_period=0.3)
-    assert time.monotonic() - start < 20
-    root = caught.value.root_cause
+def test_an_exception_that_hangs_when_it_is_unpickled_or_made_text_blocks_nobody():
+    error = failed_on_rank_1(fn.raises, fn.HangsWhenUnpickledError, grace_period=0.3)
+    assert str(error).startswith("rank 1 failed first: HangsWhenUnpickledError: the batch is bad (fail")
+    assert type(error.__cause__).__name__ == "HangsWhenUnpickledError"
+    error = failed_on_rank_1(fn.raises, fn.HangsInStrError, grace_period=0.3)
+    root = error.root_cause
     assert (root.rank, root.kind, root.exception) == (1, EXCEPTION, None)
     text = "raised an exception that could not be sent (making the text of the exception did not end in time"
-    assert text in str(caught.value)
+    assert text in str(error)
     assert "in __str__" in root.stack
+    assert error.result.elapsed < 20
 
 
 # --- who failed first
 
 
 def test_a_peer_error_is_not_the_cause_even_if_it_comes_first():
-    args = (SPAWN.Barrier(2), SPAWN.Event())
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(failing_functions.reports_a_lost_peer_before_the_peer_fails, 2, args=args)
-    assert (caught.value.root_cause.rank, type(caught.value.__cause__)) == (1, ValueError)
-    assert "rank 0: a victim of rank 1: RuntimeError: [gloo" in str(caught.value)
+    error = failed(fn.reports_a_lost_peer_before_the_peer_fails, 2, args=(SPAWN.Barrier(2), SPAWN.Event()))
+    assert (error.root_cause.rank, type(error.__cause__)) == (1, ValueError)
+    assert "rank 0: a victim of rank 1: RuntimeError: [gloo" in str(error)
 
 
 def test_a_rank_that_lost_its_peer_is_a_victim(barrier):
     """The kernel closes the connections of a process before it reports that the process has ended."""
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(failing_functions.raises_own_error_when_its_peer_dies, 3, args=(barrier,))
-    assert caught.value.root_cause.rank == 1, str(caught.value)
-    assert all(failure.is_secondary for rank, failure in caught.value.result.failures.items() if rank != 1)
+    error = failed(fn.raises_own_error_when_its_peer_dies, 3, args=(barrier,))
+    assert error.root_cause.rank == 1, str(error)
+    assert all(failure.is_secondary for rank, failure in error.result.failures.items() if rank != 1)
 
 
 def test_the_time_of_a_failure_is_when_it_happened_not_when_it_was_pickled():
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(failing_functions.fails_first_but_reports_late, 2, args=(SPAWN.Event(), SPAWN.Event()))
-    assert (caught.value.root_cause.rank, type(caught.value.__cause__)) == (0, failing_functions.SlowTextError)
+    error = failed(fn.fails_first_but_reports_late, 2, args=(SPAWN.Event(), SPAWN.Event()))
+    assert (error.root_cause.rank, type(error.__cause__)) == (0, fn.SlowTextError)
 
 
 @in_own_process
 def test_a_watcher_that_wakes_up_late_still_finds_the_first_failure():
     """It notices a death and a later exception in one wake-up."""
-    fn = failing_functions.two_fail_while_the_watcher_is_suspended
-    assert mpwatch.run(fn, 3, args=(SPAWN.Array("i", 3),), check=False).root_cause.rank == 2
+    args = (SPAWN.Array("i", 3),)
+    assert mpwatch.run(fn.two_fail_while_the_watcher_is_suspended, 3, args=args, check=False).root_cause.rank == 2
 
 
 @in_own_process
@@ -227,7 +245,7 @@ def test_two_ranks_that_die_together_end_their_own_calls():
     with mpwatch.WorkerGroup(3, check=False) as group:
         pids = list(group.run(os.getpid))
         calls = [group.submit(failing.wait_to_be_stopped, ranks=rank) for rank in (0, 1)]
-        group.run(failing_functions.kill_two_while_the_watcher_is_suspended, (pids[:2],), ranks=2)
+        group.run(fn.kill_two_while_the_watcher_is_suspended, (pids[:2],), ranks=2)
         assert [call.result().root_cause.rank for call in calls] == [0, 1]
 
 
@@ -236,8 +254,7 @@ def test_a_failure_is_noticed_quickly():
     waits = []
     for _ in range(3):
         failed_at, barrier = SPAWN.Value("d", 0.0), SPAWN.Barrier(2)  # a rank killed while it leaves a barrier breaks it
-        with pytest.raises(mpwatch.RunFailedError):
-            mpwatch.run(failing_functions.records_time_of_failure, 2, args=(barrier, failed_at))
+        failed(fn.records_time_of_failure, 2, args=(barrier, failed_at))
         waits.append(time.monotonic() - failed_at.value)
     assert sorted(waits)[1] < 0.5
 
@@ -247,14 +264,83 @@ def test_an_excepthook_that_the_function_has_set_is_called_once(capfd):
         sys.excepthook = lambda kind, error, _: print("hook:", kind.__name__, error, flush=True)
         raise ValueError("x")
 
-    with pytest.raises(mpwatch.RunFailedError, match="ValueError: x"):
-        mpwatch.run(fail, 1)
+    assert repr(failed(fail, 1).__cause__) == "ValueError('x')"
     assert capfd.readouterr().out == "hook: ValueError x\n"
 
 
-def test_a_heartbeat_timeout_without_heartbeats_is_warned_about_once(caplog):
-    with mpwatch.WorkerGroup(2, heartbeat_timeout=0.2) as group:
-        for _ in range(2):
-            group.run(time.sleep, (0.6,))
-    text = "no rank has called report() or heartbeat() in 0.2 s, so heartbeat_timeout=0.2 does not apply yet"
-    assert caplog.messages == [text]
+# --- stacks
+
+
+@pytest.mark.usefixtures("_wait_for_all_stacks")
+def test_stacks_of_a_rank_that_holds_the_gil_in_c():
+    error = failed_beside(fn.holds_the_gil, {"grace_period": 0.3})
+    assert "rank 0: stopped by the watcher (failing_functions.py:" in str(error)
+    assert "in holds_the_gil" in error.result.stacks[0]
+
+
+@pytest.mark.usefixtures("_wait_for_all_stacks")
+def test_stacks_of_all_threads():
+    main, *others = failed_beside(prepare=fn.starts_many_threads).result.stacks[0].split("\n\n")
+    assert "in wait_to_be_stopped" in main
+    assert sum("in wait_in_a_thread" in other for other in others) > 100
+
+
+@pytest.mark.usefixtures("_wait_for_all_stacks")
+def test_a_deep_stack_is_cut():
+    error = failed_beside(fn.recurses_then_waits)
+    assert 80 <= error.result.stacks[0].count("in recurses_then_waits") <= 100
+
+
+def test_the_stack_of_a_crash_is_in_the_report_unless_the_function_has_faulthandler_write_it_to_a_file(tmp_path, capfd):
+    error = failed(fn.crashes_with_faulthandler_enabled, 1)
+    assert "in crashes_with_faulthandler_enabled" in error.root_cause.stack
+    assert capfd.readouterr().err == ""
+    path = tmp_path / "crash.txt"
+    error = failed(fn.crashes_with_faulthandler_enabled, 1, args=(str(path),))
+    assert error.root_cause.stack == ""
+    assert "in crashes_with_faulthandler_enabled" in path.read_text()
+
+
+# --- what interpreters print
+
+SITE = """\
+import os, sys
+print("output of the site", file=sys.stderr)
+if os.environ.get("RANK") == "1" and os.environ.get("REFUSE"):
+    raise SystemExit("no licence")
+"""
+
+
+def start_ranks_that_a_site_refuses(site):
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ["PYTHONPATH"]])
+    mpwatch.run(os.getpid, 2)
+    os.environ["REFUSE"] = "1"
+    result = mpwatch.run(os.getpid, 2, check=False)
+    print(result.root_cause.kind.name, result.root_cause.rank, "no licence" in result.root_cause.stderr)
+    print(mpwatch.RunFailedError(result))
+
+
+def test_startup_output_of_an_interpreter(tmp_path):
+    """It goes to stderr. If the rank never becomes ready, it is in the report instead."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    done = call(start_ranks_that_a_site_refuses, str(tmp_path))
+    first, verdict, *rest = done.stdout.splitlines()
+    assert first == "START 1 True"
+    assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
+    assert rest[0] == "  what it printed:"
+    assert "    SystemExit: no licence" in rest
+    # two ranks, multiprocessing's resource tracker, and the other rank if it was called before it was stopped
+    assert done.stderr in ("output of the site\n" * 3, "output of the site\n" * 4)
+
+
+def write_to_stderr():
+    def write():
+        os.write(2, b"by number\n")
+        print("by name", file=sys.stderr)
+        return os.fstat(2)[:3]
+
+    assert mpwatch.run(write, 1)[0] == os.fstat(2)[:3]
+
+
+def test_ranks_have_the_stderr_of_the_caller():
+    assert call(write_to_stderr).stderr == "by number\nby name\n"

@@ -21,7 +21,6 @@ def is_removed(folder):
 
 
 def find_memory_groups():
-    """Return the folders of this process's memory cgroups, of version 1 and 2."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):

@@ -1,6 +1,5 @@
 """Functions whose ranks wait at a place that stacks show, and a program for terminals that calls them."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -11,7 +10,6 @@ from support.functions import rank
 
 
 def wait_at_gate(path):
-    """Wait until somebody opens the FIFO for writing."""
     os.close(os.open(path, os.O_RDONLY))
     return rank()
 
@@ -28,17 +26,6 @@ def wait_at_gate_or_in_a_lock(path):
     lock.acquire()
     threading.Thread(target=release_at_gate, args=(path, lock.release)).start()
     lock.acquire()
-    return rank()
-
-
-def wait_in_c(path):
-    """Wait in C code that no signal ends."""
-    libc = ctypes.CDLL(None)
-    mutex = ctypes.create_string_buffer(64)
-    libc.pthread_mutex_init(mutex, None)
-    libc.pthread_mutex_lock(mutex)
-    threading.Thread(target=release_at_gate, args=(path, lambda: libc.pthread_mutex_unlock(mutex))).start()
-    libc.pthread_mutex_lock(mutex)
     return rank()
 
 

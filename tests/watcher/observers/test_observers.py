@@ -11,10 +11,12 @@ import pytest
 
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
-from mpwatch.events import JsonLines, Restarting, RunEnded, RunStarted, WorkerExited, WorkerFailed, WorkerStarted
+from mpwatch.events import JsonLines, Progressed, Restarting, RunEnded, RunStarted, WorkerExited, WorkerFailed, WorkerStarted
 from support import functions
 from support.failing import rank, wait_to_be_stopped
 from support.process_state import SPAWN
+from support.programs import TESTS, python
+from support.runs import failed, of_kind
 
 START = ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT", "call_started"]
 READY = ["worker_ready", "worker_ready", "INIT > HEALTHY"]
@@ -26,7 +28,6 @@ EVENTS_OF_A_RESTART = [*START, *READY, *FAIL, *AGAIN, *READY, *RETURN, "HEALTHY 
 
 
 def fails(failures, barriers=()):
-    """Raise on rank 1 in the first `failures` attempts, with barriers once both ranks run; rank 0 waits."""
     attempt = mpwatch.current_worker().restart_count
     if barriers:
         barriers[attempt].wait()
@@ -37,7 +38,6 @@ def fails(failures, barriers=()):
 
 
 def raises_by_itself():
-    """Raise on rank 1 in its first attempt. Return the number of the attempt."""
     attempt = mpwatch.current_worker().restart_count
     if rank() > attempt:
         raise ValueError("the first attempt")
@@ -48,19 +48,18 @@ def names_of(events):
     return [f"{event.before.name} > {event.after.name}" if event.name == "state_changed" else event.name for event in events]
 
 
-def of_kind(kind, events):
-    return [event for event in events if isinstance(event, kind)]
-
-
 def run_with_a_restart(on_event, **options):
     barriers = [SPAWN.Barrier(2) for _ in range(2)]
     return mpwatch.run(fails, 2, args=(1, barriers), max_restarts=1, on_event=on_event, **options)
 
 
 def test_a_success():
-    seen = []
-    result = mpwatch.run(fails, 2, args=(0, [SPAWN.Barrier(2)]), on_event=seen.append)
-    assert tuple(seen) == result.events
+    """The observers are called in the caller's thread, one after another."""
+    called, here = [], threading.current_thread()
+    observers = [lambda event, n=n: called.append((n, event, threading.current_thread())) for n in range(2)]
+    result = mpwatch.run(fails, 2, args=(0, [SPAWN.Barrier(2)]), on_event=observers)
+    seen = result.events
+    assert called == [(n, event, here) for event in seen for n in range(2)]
     assert names_of(seen) == [*START, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
     first, last = seen[0], seen[-1]
     assert isinstance(first, RunStarted)
@@ -94,11 +93,10 @@ def test_a_restart():
 
 def test_a_failure():
     seen = []
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(fails, 2, args=(9, [SPAWN.Barrier(2)]), on_event=seen.append)
-    assert tuple(seen) == caught.value.result.events
+    error = failed(fails, 2, args=(9, [SPAWN.Barrier(2)]), on_event=seen.append)
+    assert tuple(seen) == error.result.events
     assert names_of(seen) == [*START, *READY, *FAIL, "UNHEALTHY > FAILED", "run_ended"]
-    assert seen[-1].reason == str(caught.value).splitlines()[0]
+    assert seen[-1].reason == str(error).splitlines()[0]
     ends = {event.ranks[0]: event for event in of_kind(WorkerExited, seen)}
     assert (ends[0].was_stopped, ends[0].exit_code) == (True, -signal.SIGTERM)
 
@@ -130,17 +128,6 @@ def test_ranks_that_could_not_be_started(start, state):
     assert (seen[-1].state, seen[-1].reason) == (state, f"LaunchError: {caught.value}")
 
 
-def test_observers_are_called_in_the_callers_thread_one_after_another():
-    called = []
-    observers = [lambda event, n=n: called.append((n, event.name, threading.current_thread())) for n in range(2)]
-    result = mpwatch.run(functions.rank, 2, on_event=observers)
-    here = threading.current_thread()
-    assert called == [(n, event.name, here) for event in result.events for n in range(2)]
-
-
-# --- observers that raise
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_an_observer_that_raises_is_logged_once_and_dropped(caplog, error):
     received, seen = [], []
@@ -160,13 +147,12 @@ def test_an_observer_that_raises_is_logged_once_and_dropped(caplog, error):
 
 
 AT_RESTART, LAST = EVENTS_OF_A_RESTART.index("restarting"), len(EVENTS_OF_A_RESTART) - 1
-QUICK = {0, 7, AT_RESTART, LAST}
+QUICK = {7, AT_RESTART, LAST}
 PLACES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in range(LAST + 1)]
 
 
 @pytest.mark.parametrize("n", PLACES)
 def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_run(n):
-    """The other observers receive all other events."""
     seen, more = [], []
 
     def interrupts(event):
@@ -181,9 +167,6 @@ def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_run(n):
         reason = f"KeyboardInterrupt: at event {n}"
         assert (more[-1].name, more[-1].state, more[-1].reason) == ("run_ended", WorkerState.STOPPED, reason)
     assert more == [*seen[:n], *seen[n + 1 :]]
-
-
-# --- what a result keeps, and what is written
 
 
 def test_a_result_with_its_events_can_be_pickled_and_written(tmp_path):
@@ -202,9 +185,6 @@ def test_a_result_with_its_events_can_be_pickled_and_written(tmp_path):
     assert all(str(event.pid) in trace.read_text() for event in of_kind(WorkerStarted, result.events))
 
 
-# --- a group
-
-
 def test_the_events_of_a_group():
     seen = []
     with mpwatch.WorkerGroup(2, on_event=seen.append) as group:
@@ -218,3 +198,48 @@ def test_the_events_of_a_group():
     assert (seen[-1].state, seen[-1].reason, seen[-1].restarts) == (WorkerState.STOPPED, "", 0)
     assert {event.run_id for event in seen} == {run_id}
     assert (seen[0].fn, seen[0].nprocs) == ("", 2)
+
+
+def report_steps(go_on):
+    for step in (1, 2, 3):
+        mpwatch.report(step=step, total=3, loss=step / 4)
+        assert go_on[step - 1].wait(60)
+
+
+def report_often():
+    for step in range(1000):
+        mpwatch.report(step=step)
+
+
+def test_on_progress_sees_each_report_while_the_ranks_run():
+    go_on = [SPAWN.Event() for _ in range(3)]
+    seen, others, threads = [], [], set()
+
+    def record(event):
+        threads.add(threading.current_thread())
+        seen.append((event.ranks, event.step, event.total, dict(event.metrics)))
+        if sum(step == event.step for _, step, _, _ in seen) == 2:
+            go_on[event.step - 1].set()
+
+    result = mpwatch.run(report_steps, 2, args=(go_on,), on_progress=record, on_event=others.append)
+    expected = [((rank,), step, 3, {"loss": step / 4}) for rank in (0, 1) for step in (1, 2, 3)]
+    assert sorted(seen, key=str) == expected
+    assert threads == {threading.current_thread()}
+    for events in (others, result.events):
+        assert events
+        assert not any(isinstance(event, Progressed) for event in events)
+
+
+def test_the_last_report_of_a_short_call_is_not_lost():
+    seen = []
+    mpwatch.run(report_often, 2, on_progress=seen.append)
+    steps = [event.step for event in seen]
+    assert steps.count(999) == 2
+    assert len(steps) < 20
+    assert seen[0].to_dict()["event"] == "progressed"
+
+
+def test_the_example_shows_one_bar_for_all_ranks():
+    done = python(str(TESTS.parent / "examples" / "progress_observers.py"))
+    assert "100%" in done.stderr
+    assert "40/40" in done.stderr

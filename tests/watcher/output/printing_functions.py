@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ from support.functions import rank
 
 
 def print_text(out="", err=""):
-    """Print these texts with the rank filled in, without newlines."""
     sys.stdout.write(out.format(rank()))
     sys.stderr.write(err.format(rank()))
 
@@ -26,7 +24,6 @@ def write_in_portions(data, size):
 
 
 def print_in_every_way():
-    """Print by Python, by C, by a program that it starts, and by the descriptor."""
     print("python")
     libc = ctypes.CDLL(None)
     libc.puts(b"c")
@@ -38,7 +35,6 @@ def print_in_every_way():
 
 
 def print_lines(lines, width=100):
-    """Print numbered lines as fast as possible. Return their number."""
     me = rank()
     block = 100
     for first in range(0, lines, block):
@@ -48,19 +44,14 @@ def print_lines(lines, width=100):
 
 
 def print_and_count_lines(lines, written):
-    """Print one line at a time and store the number of lines in shared memory."""
     for n in range(lines):
         os.write(1, f"{n}".ljust(999, ".").encode() + b"\n")
         written.value = n + 1
 
 
-def print_and_kill_itself():
+def print_and_crash():
     print("last line")
-    print("without an end", end="", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def print_in_c_and_crash():
+    print("without an end, ", end="", flush=True)
     ctypes.CDLL(None).puts(b"last line of c")
     ctypes.string_at(0)
 

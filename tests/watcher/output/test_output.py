@@ -23,7 +23,6 @@ OUT, ERR = ["[0] out 0", "[1] out 1"], ["[0] err 0", "[1] err 1"]
 
 
 def files_of(folder):
-    """Return the contents of all log files by attempt, rank and stream."""
     return {
         (int(path.parts[-3].removeprefix("attempt_")), int(path.parts[-2]), path.stem): path.read_bytes()
         for path in Path(folder).rglob("*.log")
@@ -41,6 +40,11 @@ def shown_lines(capfd):
         ({"show": "none"}, [[], []], {}),
         ({"show": {"stdout": 0}}, [["out 0"], []], {}),
         ({"dir": "logs"}, [OUT, ERR], ALL_FILES),
+        (
+            {"show": 1, "prefix": "{role}/{rank}/{local_rank}{time:%%} "},
+            [["default/1/1% out 1"], ["default/1/1% err 1"]],
+            {},
+        ),
         ({"dir": "logs", "show": "none"}, [[], []], ALL_FILES),
         (
             {"dir": "logs", "show": {"stdout": 0, "stderr": "all"}, "files": {"stdout": [1], "stderr": 0}},
@@ -56,12 +60,6 @@ def test_output_goes_where_the_caller_has_chosen(logs, shown, files, tmp_path, c
     assert shown_lines(capfd) == shown
     assert result.log_dir == (f"{tmp_path}/logs/{result.workers[0].run_id}" if files else "")
     assert files_of(tmp_path) == files
-
-
-def test_a_custom_prefix(capfd):
-    logs = LogSpec(show=1, prefix="{time:%Y}/{role}/{rank}/{local_rank}: ")
-    mpwatch.run(printing_functions.print_text, 2, args=("a\n\nb",), logs=logs)
-    assert re.fullmatch(r"(20\d\d/default/1/1: (a|b|)\n){3}", capfd.readouterr().out)
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
@@ -92,7 +90,7 @@ def test_lines_are_as_a_terminal_shows_them(capfdbinary):
         }.items():
             for size in {1, len(written)} if len(written) < 100 else {len(written)}:
                 group.run(printing_functions.write_in_portions, (written, size))
-                assert capfdbinary.readouterr().out == shown
+                assert capfdbinary.readouterr().out == shown  # all has arrived when the call returns
 
 
 def test_output_of_c_and_of_other_programs(tmp_path, capfdbinary):
@@ -102,16 +100,10 @@ def test_output_of_c_and_of_other_programs(tmp_path, capfdbinary):
     assert capfdbinary.readouterr().out == expected
 
 
-@pytest.mark.parametrize(
-    ("what", "out"),
-    [
-        (printing_functions.print_and_kill_itself, b"last line\nwithout an end"),
-        (printing_functions.print_in_c_and_crash, b"last line of c\n"),
-    ],
-)
-def test_output_just_before_a_crash_is_not_lost(what, out, tmp_path, capfdbinary):
-    mpwatch.run(what, 1, logs=LogSpec(tmp_path), check=False)
-    assert files_of(tmp_path)[0, 0, "stdout"] == capfdbinary.readouterr().out == out
+def test_output_just_before_a_crash_is_not_lost(tmp_path, capfdbinary):
+    mpwatch.run(printing_functions.print_and_crash, 1, logs=LogSpec(tmp_path), check=False)
+    shown = b"last line\nwithout an end, last line of c\n"
+    assert files_of(tmp_path)[0, 0, "stdout"] == capfdbinary.readouterr().out == shown
 
 
 @pytest.mark.parametrize("logs", [{}, {"dir": "logs"}, {"dir": "logs", "show": "none"}], ids=str)
@@ -143,14 +135,6 @@ def test_each_attempt_has_its_own_files(scope, restarted, tmp_path, capfd):
     assert [files[attempt, 1, "stdout"] for attempt in (0, 1)] == [b"attempt 0\n", b"attempt 1\n"]
     assert {"[1] attempt 0", "[1] attempt 1"} <= set(shown_lines(capfd)[0])
     assert result.attempts[0].root_cause.log_files["stdout"].endswith("/attempt_0/1/stdout.log")
-
-
-def test_output_of_a_call_has_arrived_when_it_returns(tmp_path, capfd):
-    with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:
-        for n in range(3):
-            group.run(printing_functions.print_text, (f"call {n} of {{}}, no end",))
-            assert shown_lines(capfd)[0] == [f"[{rank}] call {n} of {rank}, no end" for rank in range(2)]
-        assert files_of(tmp_path)[0, 0, "stdout"].endswith(b"call 2 of 0, no end")
 
 
 def test_the_callers_streams_are_those_at_the_time_of_the_call(tmp_path):

@@ -11,6 +11,7 @@ import mpwatch
 from mpwatch import FailureKind
 from support import failing
 from support.process_state import SPAWN, is_alive
+from support.runs import failed
 from watcher.processes import resisting_functions as f
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -20,18 +21,18 @@ SOON = 6.0  # enough for a run with a long grace period, even on a loaded machin
 BOUND = 1.0  # a run may take so much longer than its grace period
 SLACK = 0.5  # for a loaded machine
 
-WITHOUT_SIGTERM = (f.ignores_all_signals, f.blocks_all_signals, f.hangs_at_exit_and_blocks_all_signals)
-BLOCKED_AT_EXIT = (
-    f.hangs_at_exit,
-    f.hangs_at_exit_and_blocks_all_signals,
-    f.suspends_itself_at_exit,
-    f.starts_a_thread_that_never_ends,
-)
-RESISTING = (
-    *dict.fromkeys(WITHOUT_SIGTERM + BLOCKED_AT_EXIT),
-    f.joins_the_watchers_process_group,
-    f.starts_a_helper_that_ignores_all_signals,
-)
+# how rank 0 resists; how long a run may last in which rank 1 fails, rank 0 raises, or rank 0 returns
+RESISTING = {
+    f.ignores_all_signals: ("grace", "soon", "soon"),
+    f.hangs_at_exit: ("soon", "soon", "exit"),
+    f.hangs_at_exit_and_blocks_all_signals: ("grace", "grace", "exit"),
+    f.suspends_itself_at_exit: ("soon", "soon", "exit"),
+    f.starts_a_thread_that_never_ends: ("soon", "soon", "exit"),
+    f.joins_the_watchers_process_group: ("soon", "soon", "soon"),
+    f.starts_a_helper_that_ignores_all_signals: ("soon", "soon", "soon"),
+}
+GRACE_PERIODS = {"grace": GRACE, "soon": LONG, "exit": GRACE}
+BOUNDS = {"grace": GRACE + BOUND, "soon": SOON, "exit": 1.0 + GRACE + BOUND}
 
 
 class Outcome:
@@ -52,14 +53,14 @@ class Outcome:
         assert type(self.root.exception) is ValueError
 
 
-def resist(grace, prepare=f.does_nothing, end=None, wait=failing.wait_to_be_stopped):
-    outcome = Outcome(grace, f.runs_beside_a_rank_that_resists, prepare, end, wait)
+def resist(bound, prepare=f.does_nothing, end=None, wait=failing.wait_to_be_stopped):
+    outcome = Outcome(GRACE_PERIODS[bound], f.runs_beside_a_rank_that_resists, prepare, end, wait)
     assert not list_group(outcome.pid.value)
+    assert outcome.seconds < BOUNDS[bound]
     return outcome
 
 
 def list_group(pgid):
-    """Return the state of each process of a group that is left. A zombie does not count."""
     fields = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -73,50 +74,39 @@ def name(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(
-    ("prepare", "wait", "needs_sigkill"),
-    [
-        *((prepare, failing.wait_to_be_stopped, prepare in WITHOUT_SIGTERM) for prepare in RESISTING),
-        (f.does_nothing, f.suspends_itself_then_waits, False),
-        (f.does_nothing, f.hangs_in_c, True),
-        (f.does_nothing, f.execs_a_program_that_ignores_sigterm, True),
-    ],
-    ids=name,
-)
-def test_sibling_of_a_resisting_rank_fails(prepare, wait, needs_sigkill):
-    outcome = resist(GRACE if needs_sigkill else LONG, prepare, wait=wait)
-    outcome.assert_value_error_of(1)
-    assert outcome.seconds < (GRACE + BOUND if needs_sigkill else SOON)
-
-
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)
-def test_a_resisting_rank_raises(prepare):
-    needs_sigkill = prepare is f.hangs_at_exit_and_blocks_all_signals
-    outcome = resist(GRACE if needs_sigkill else LONG, prepare, f.raises)
-    outcome.assert_value_error_of(0)
-    assert outcome.seconds < (GRACE + BOUND if needs_sigkill else SOON)
-
-
-@pytest.mark.parametrize("prepare", RESISTING, ids=name)
-def test_a_resisting_rank_returns(prepare, caplog):
-    """Its value is kept. If it does not exit within `grace_period`, at least a second, the log names it."""
-    is_blocked = prepare in BLOCKED_AT_EXIT
-    outcome = resist(GRACE if is_blocked else LONG, prepare, f.returns)
-    assert outcome.values == [0, 1]
-    assert outcome.seconds < (1.0 + GRACE + BOUND if is_blocked else SOON)
+def test_a_rank_that_resists(prepare, caplog):
+    """If it has returned, its value is kept. If it then does not exit within `grace_period`, the log names it."""
+    if_other_fails, if_it_raises, if_it_returns = RESISTING[prepare]
+    resist(if_other_fails, prepare).assert_value_error_of(1)
+    resist(if_it_raises, prepare, f.raises).assert_value_error_of(0)
+    assert resist(if_it_returns, prepare, f.returns).values == [0, 1]
+    is_blocked = if_it_returns == "exit"
     assert ("rank 0 had returned but was still running" in caplog.text) == is_blocked
     has_hook = is_blocked and prepare is not f.starts_a_thread_that_never_ends
     assert ("a slow exit: an exit hook, a finaliser or " in caplog.text) == has_hook
 
 
+@pytest.mark.parametrize(
+    ("wait", "bound"),
+    [
+        (f.suspends_itself_then_waits, "soon"),
+        (f.hangs_in_c, "grace"),
+        (f.execs_a_program_that_ignores_sigterm, "grace"),
+    ],
+    ids=name,
+)
+def test_a_rank_that_does_not_react(wait, bound):
+    resist(bound, wait=wait).assert_value_error_of(1)
+
+
 def test_a_part_of_a_message_and_a_helper_that_holds_the_channel():
     pid, barrier = SPAWN.RawValue("i", 0), SPAWN.Barrier(2)
     start = time.monotonic()
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(f.sends_a_part_of_a_message_and_is_killed, 2, args=(barrier, pid), grace_period=LONG)
+    error = failed(f.sends_a_part_of_a_message_and_is_killed, 2, args=(barrier, pid), grace_period=LONG)
     seconds = time.monotonic() - start
     os.kill(pid.value, signal.SIGKILL)  # it had left the rank's group on purpose
-    assert (caught.value.root_cause.rank, caught.value.root_cause.signal) == (1, signal.SIGKILL)
+    assert (error.root_cause.rank, error.root_cause.signal) == (1, signal.SIGKILL)
     assert seconds < SOON
 
 

@@ -19,7 +19,6 @@ def describe_self():
 
 
 def fails(failures, failing=1, barriers=None):
-    """Raise in the first `failures` attempts on rank `failing`, once all ranks run; the others wait. Later describe the rank."""
     if barriers is not None:
         barriers[attempt()].wait()
     if attempt() < failures:
@@ -30,7 +29,6 @@ def fails(failures, failing=1, barriers=None):
 
 
 def raises_by_itself(failures):
-    """Raise in the first attempts: rank n in the first `failures` + n."""
     if attempt() < failures + rank():
         raise ValueError(f"attempt {attempt()}")
     return attempt()
@@ -42,14 +40,7 @@ def raises_once_then_waits():
     wait_to_be_stopped()
 
 
-def raises_type_error_after_a_report_in_the_first_attempt():
-    if attempt() == 0:
-        mpwatch.report(step=1)
-    raise TypeError("wrong")
-
-
 def ends(*ways):
-    """End in another way in each attempt."""
     way = ways[attempt()]
     if way == "exit":
         os._exit(3)
@@ -83,7 +74,6 @@ def is_running(pid):
 
 
 def runs_until_one_was_restarted(barrier, end):
-    """Raise once on rank 1, when the others run. These run until `end` is set."""
     if rank() != 1 or attempt() == 0:
         barrier.wait()
     if rank() == 1 and attempt() == 0:
@@ -92,21 +82,7 @@ def runs_until_one_was_restarted(barrier, end):
     return describe_self()
 
 
-def reports(*steps):
-    mpwatch.report(step=steps[attempt()])
-    raise ValueError(f"after step {steps[attempt()]}")
-
-
-def changes_its_arguments(text, array):
-    """Return the arguments of the second attempt. The first one has changed its copies."""
-    if attempt() == 0:
-        array[:] = b"x" * len(array)
-        raise ValueError("the first time")
-    return text, sum(array), len(array)
-
-
 def fails_while_another_awaits_its_restart(has_failed):
-    """Raise on rank 0, which is to be restarted after a delay. Then raise on rank 1, which is not to be restarted."""
     if rank() == 0:
         raise ValueError("restart, please")
     if rank() == 1:
@@ -116,7 +92,6 @@ def fails_while_another_awaits_its_restart(has_failed):
 
 
 def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
-    """Send no heartbeat on rank 1 until that was noticed. Then both ranks send them until that was noticed, too."""
     mpwatch.heartbeat()
     if rank() == 1:
         was_noticed.wait()
@@ -126,7 +101,6 @@ def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
 
 
 def fails_on_odd_ranks(end):
-    """Raise on rank 1, kill rank 3. The others go on until `end` is set, and return ten times their rank."""
     if rank() == 1:
         raise ValueError("bad shard")
     if rank() == 3:
@@ -136,26 +110,11 @@ def fails_on_odd_ranks(end):
 
 
 def fails_when_the_others_have_returned(end):
-    """Return a different kind of value on each rank. The last one raises when `end` is set."""
     values = [None, CannotBeUnpickled(), lambda: 1]  # plain pickle refuses the lambda
     if rank() < 3:
         return values[rank()]
     assert end.wait(60)
     raise ValueError("bad shard")
-
-
-def waits_on_rank_0():
-    if rank() == 0:
-        wait_to_be_stopped()
-    return rank()
-
-
-class CountsItsPickling:
-    times = 0
-
-    def __reduce__(self):
-        self.times += 1
-        return str, ("an argument",)
 
 
 class CannotBeUnpickled:

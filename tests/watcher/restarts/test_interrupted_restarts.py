@@ -11,7 +11,8 @@ import mpwatch
 from mpwatch import LaunchError, RestartPolicy, WorkerState
 from mpwatch.events import Restarting, WorkerStarted
 from support.process_state import is_alive
-from support.programs import ENV, python
+from support.programs import ENV
+from support.runs import at
 from watcher.restarts import attempt_functions
 
 YEAR = 3e7  # seconds; longer than poll(2) can wait
@@ -21,28 +22,14 @@ def in_a_year(scope="group"):
     return RestartPolicy(9, scope=scope, delay=YEAR, max_delay=YEAR)
 
 
-def at_event(kind, do, attempt=0):
-    """Return an observer that calls `do` at the first such event: single ranks may be restarted at the same time."""
-    left = [do]
-
-    def observe(event):
-        if isinstance(event, kind) and event.attempt == attempt and left:
-            left.pop()()
-
-    return observe
-
-
 def interrupt():
     signal.raise_signal(signal.SIGINT)
-
-
-# --- signals
 
 
 @pytest.mark.parametrize("scope", ["group", "worker"])
 def test_ctrl_c_during_the_delay_ends_the_run_at_once(scope):
     start = time.monotonic()
-    observe = at_event(Restarting, interrupt)
+    observe = at(Restarting, interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=in_a_year(scope), on_event=observe)
     assert time.monotonic() - start < 60
@@ -62,27 +49,10 @@ def test_a_second_ctrl_c_ends_an_observer_of_a_restarted_rank():
         interrupt()
         steps.append("second")
 
-    on_event = at_event(WorkerStarted, observe, attempt=1)
+    on_event = at(WorkerStarted, observe, attempt=1)
     with pytest.raises(KeyboardInterrupt):
         mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=3, on_event=on_event)
     assert steps == ["first"]
-
-
-INTERRUPTED = """\
-import os, signal, mpwatch
-from watcher.restarts import attempt_functions
-def observe(event):
-    if event.name == 'restarting': os.kill(os.getpid(), signal.SIGTERM)
-    if event.name == 'run_ended': print(event.state.name, event.restarts, flush=True)
-policy = mpwatch.RestartPolicy(9, delay=1000, max_delay=1000)
-mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=policy, on_event=observe)
-"""
-
-
-def test_a_signal_during_the_delay_reaches_its_handler():
-    done = python("-c", INTERRUPTED, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "FAILED 0\n")
-    assert done.stderr.endswith("\n  not restarted: this process received a signal\n")
 
 
 RESTARTED_RANKS = """\
@@ -96,9 +66,7 @@ mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=policy, on
 """
 
 
-@pytest.mark.parametrize(
-    ("scope", "number"), [("group", signal.SIGKILL), ("worker", signal.SIGKILL), ("group", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("scope", "number"), [("group", signal.SIGKILL), ("worker", signal.SIGTERM)])
 def test_no_restarted_rank_outlives_its_program(scope, number, eventually):
     program = subprocess.Popen([sys.executable, "-c", RESTARTED_RANKS, scope], env=ENV, stdout=subprocess.PIPE, text=True)
     with program:
@@ -106,9 +74,6 @@ def test_no_restarted_rank_outlives_its_program(scope, number, eventually):
         program.send_signal(number)
     assert program.returncode == -number
     eventually(lambda: not any(map(is_alive, pids)), seconds=1.0 if number == signal.SIGKILL else 0.0)
-
-
-# --- ranks that fail or cannot be started at a restart
 
 
 @pytest.mark.parametrize(
@@ -126,20 +91,19 @@ def test_what_retry_if_raises_is_raised(scope, error, state):
     assert "in retry_if" in events[-1].reason
 
 
-def raise_lookup_error():
-    raise LookupError("no room")
-
-
 @pytest.mark.parametrize(
-    ("scope", "make_env", "error", "text"),
-    [
-        ("worker", raise_lookup_error, LookupError, "no room"),
-        ("group", lambda: {"LARGE": "x" * (1 << 20)}, LaunchError, "rank 1 could not be started: .*Argument list too long"),
-    ],
+    ("scope", "error", "text"),
+    [("worker", LookupError, "no room"), ("group", LaunchError, "rank 1 could not be started: .*Argument list too long")],
 )
-def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope, make_env, error, text):
+def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope, error, text):
+    def env(worker):
+        if (worker.restart_count, worker.rank) != (1, 1):
+            return {}
+        if error is LookupError:
+            raise LookupError("no room")
+        return {"LARGE": "x" * (1 << 20)}
+
     events, policy = [], RestartPolicy(scope=scope)
-    env = lambda worker: make_env() if (worker.restart_count, worker.rank) == (1, 1) else {}  # noqa: E731
     with pytest.raises(error, match=text) as caught:
         mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=policy, env=env, on_event=events.append)
     (note,) = caught.value.__notes__

@@ -15,30 +15,27 @@ from mpwatch import FailureKind, RestartPolicy, WorkerState
 from mpwatch.events import HeartbeatLate, Restarting, StateChanged, WorkerStarted
 from support import process_state
 from support.process_state import SPAWN
+from support.runs import failed, of_kind
 from watcher.restarts import attempt_functions
 
 BROKEN = {"PYTHONHOME": "/nonexistent"}  # an environment in which no interpreter starts
 
 
-def make_barriers(attempts):
-    """Return a barrier for each attempt: one whose ranks were killed at it is unusable."""
-    return [SPAWN.Barrier(2) for _ in range(attempts)]
-
-
-def failed(*args, **options):
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(*args, **options)
-    return caught.value
-
-
-def of_kind(kind, events):
-    return [event for event in events if isinstance(event, kind)]
-
-
 def test_failed_ranks_are_restarted(caplog):
     started_at = time.monotonic()
-    result = mpwatch.run(attempt_functions.fails, 2, args=(2, 1, make_barriers(3)), max_restarts=2)
-    assert [attempt for attempt, *_ in result] == [2, 2]
+    ports = {}
+    env = lambda worker: ports.setdefault(worker.restart_count, worker.master_port) and {}  # noqa: E731
+    barriers = [SPAWN.Barrier(2) for _ in range(3)]  # one for each attempt: a barrier at which a rank was killed is unusable
+    result = mpwatch.run(attempt_functions.fails, 2, args=(2, 1, barriers), max_restarts=2, env=env)
+    for worker, (attempt, port, variables, _) in zip(result.workers, result, strict=True):
+        assert (attempt, port, worker.master_port) == (2, ports[2], ports[2])
+        assert variables == {
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_MAX_RESTARTS": "2",
+            "TORCHELASTIC_RUN_ID": worker.run_id,
+        }
+    assert len(set(ports.values())) == 3
     assert (result.state, result.restarts, result.failures, result.root_cause) == (WorkerState.SUCCEEDED, 2, {}, None)
     assert (result.notes, result.reason, [worker.restart_count for worker in result.workers]) == ((), "", [2, 2])
     first, second, third = result.attempts
@@ -54,26 +51,6 @@ def test_failed_ranks_are_restarted(caplog):
     assert sum(attempt.elapsed for attempt in result.attempts) < result.elapsed < time.monotonic() - started_at
 
 
-def test_each_attempt_has_its_own_port_and_number():
-    seen = {}
-
-    def env(worker):
-        seen.setdefault(worker.restart_count, set()).add(worker.master_port)
-        return {}
-
-    result = mpwatch.run(attempt_functions.fails, 2, args=(1, 0), max_restarts=4, env=env)
-    (first_port,), (port,) = seen.values()
-    assert first_port != port
-    for worker, (attempt, seen_port, variables, _) in zip(result.workers, result, strict=True):
-        assert (attempt, seen_port, worker.master_port) == (1, port, port)
-        assert variables == {
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": "1",
-            "TORCHELASTIC_MAX_RESTARTS": "4",
-            "TORCHELASTIC_RUN_ID": worker.run_id,
-        }
-
-
 @pytest.mark.parametrize(("scope", "old_processes"), [("group", (False, False)), ("worker", None)])
 def test_the_old_processes_are_gone_before_a_restart(scope, old_processes, tmp_path):
     policy = RestartPolicy(1, scope=scope)
@@ -82,8 +59,21 @@ def test_the_old_processes_are_gone_before_a_restart(scope, old_processes, tmp_p
 
 
 def test_arguments_are_pickled_once_and_are_as_they_were_at_each_attempt():
-    argument = attempt_functions.CountsItsPickling()
-    result = mpwatch.run(attempt_functions.changes_its_arguments, 2, args=(argument, bytearray(1 << 20)), max_restarts=1)
+    class CountsItsPickling:
+        times = 0
+
+        def __reduce__(self):
+            self.times += 1
+            return str, ("an argument",)
+
+    def change_arguments(text, array):
+        if attempt_functions.attempt() == 0:
+            array[:] = b"x" * len(array)
+            raise ValueError("the first time")
+        return text, sum(array), len(array)
+
+    argument = CountsItsPickling()
+    result = mpwatch.run(change_arguments, 2, args=(argument, bytearray(1 << 20)), max_restarts=1)
     assert list(result) == [("an argument", 0, 1 << 20)] * 2
     assert argument.times == 1
 
@@ -114,9 +104,6 @@ def test_a_late_rank_makes_the_group_unhealthy_until_its_next_heartbeat():
     assert states == ["INIT", "HEALTHY", "UNHEALTHY", "HEALTHY", "SUCCEEDED"]
 
 
-# --- the report of a run that fails every time
-
-
 def test_the_error_names_what_happened_each_time():
     calls = []
 
@@ -145,18 +132,23 @@ def test_the_error_names_what_happened_each_time():
     assert (str(again), again.root_cause) == (str(error), again.result.attempts[-1].root_cause)
 
 
-# --- which failures are restarted
-
-
 def test_programming_errors_are_restarted_only_after_a_heartbeat_of_the_same_attempt():
-    error = failed(attempt_functions.raises_type_error_after_a_report_in_the_first_attempt, 1, max_restarts=5)
+    def fail():
+        if attempt_functions.attempt() == 0:
+            mpwatch.report(step=1)
+        raise TypeError("wrong")
+
+    error = failed(fail, 1, max_restarts=5)
     assert error.result.restarts == 1
     assert "  not restarted again: TypeError before the first heartbeat or report" in str(error)
 
 
 def test_no_progress_ends_the_run():
-    policy = RestartPolicy(9, max_no_progress=2)
-    error = failed(attempt_functions.reports, 1, args=(3, 5, 4, 5, 5), max_restarts=policy)
+    def report_and_fail():
+        mpwatch.report(step=(3, 5, 4, 5, 5)[attempt_functions.attempt()])
+        raise ValueError
+
+    error = failed(report_and_fail, 1, max_restarts=RestartPolicy(9, max_no_progress=2))
     assert len(error.result.attempts) == 4
     text = "no step beyond 5 was reported after 2 restarts in a row (max_no_progress=2)"
     assert error.result.notes == (f"not restarted again: {text}",)
@@ -172,9 +164,6 @@ def test_failed_starts_are_restarted_only_with_retry_if():
     assert [failure.kind for failure in result.attempts[0].failures.values()] == [FailureKind.START]
 
 
-# --- the timeout
-
-
 @pytest.mark.parametrize("scope", ["group", "worker"])
 def test_the_timeout_is_for_all_attempts_together(scope):
     policy = RestartPolicy(9, scope=scope)
@@ -185,12 +174,7 @@ def test_the_timeout_is_for_all_attempts_together(scope):
     assert "  restarted once" in str(error)
 
 
-# --- many restarts
-
-
 def measure_this_process(seen):
-    """Return a `retry_if` that measures this process: all ranks have exited when it is called."""
-
     def retry_if(failure):
         state = process_state.state()
         sizes = [len(state[what]) for what in ("children", "descriptors", "threads", "shared memory", "temporary files")]
