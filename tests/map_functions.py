@@ -16,10 +16,6 @@ def identity(item):
     return item
 
 
-def report(number):
-    mpwatch.report(step=number)
-
-
 def fail_at_seven(number):
     if number == 7:
         raise ValueError("seven")
@@ -50,7 +46,6 @@ def succeed_at_third_attempt(path):
 
 
 def count_calls(_):
-    """Return how many calls this rank has had before, which needs `state`, and its rank."""
     worker = mpwatch.current_worker()
     count = worker.state["count"] = worker.state.get("count", 0) + 1
     return worker.rank, worker.world_size, count

@@ -12,7 +12,6 @@ STEPS = 10**12  # more than any test waits for
 
 
 def count_steps(steps=STEPS, seconds=0.0, first_step=0):
-    """Do steps of random length until all are done or the rank is told to stop. Return the next step."""
     rng = random.Random(f"{seconds} {get_rank()}")
     for step in range(first_step, steps):
         if mpwatch.should_stop(step):
@@ -62,7 +61,6 @@ def end_early(barrier):
 
 
 def hold_on(event, signum=None):
-    """Ask once, tell the caller, and do not return until SIGTERM or SIGINT comes."""
     mpwatch.should_stop(0)
     if signum is not None and get_rank() == 0:
         os.kill(os.getppid(), signum)
@@ -70,7 +68,6 @@ def hold_on(event, signum=None):
 
 
 def fail_after_request(is_killed):
-    """Rank 0 requests a stop, and fails instead of saving."""
     for step in range(STEPS):
         if mpwatch.should_stop(step):
             if get_rank() == 0:
@@ -84,13 +81,11 @@ def fail_after_request(is_killed):
 
 
 def never_ask(barrier):
-    """Rank 0 asks, and the others do not."""
     barrier.wait()
     return count_steps() if get_rank() == 0 else None
 
 
 def fail_first(message="the first start"):
-    """Fail in the first attempt. In the second one, request a stop at once."""
     if mpwatch.current_worker().restart_count == 0:
         raise RuntimeError(message)
     if get_rank() == 0:

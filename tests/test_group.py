@@ -13,7 +13,7 @@ import pytest
 import mpwatch
 from mpwatch import WorkerGroup, WorkerState
 from support import failing, functions
-from support.process_state import SPAWN, is_alive
+from support.process_state import is_alive
 from support.programs import python
 
 
@@ -22,13 +22,8 @@ def put(value):
 
 
 def identify():
-    """Return what differs between two starts of a rank."""
     worker = mpwatch.current_worker()
     return os.getpid(), worker.rank, worker.restart_count, worker.state.get("value")
-
-
-def pids_of(group):
-    return list(group.run(os.getpid))
 
 
 def test_ranks_and_their_state_stay_between_calls():
@@ -83,7 +78,7 @@ def test_a_bad_option_leaves_nothing(options, error, text):
 
 def test_a_bad_call_leaves_the_ranks_as_they_were():
     with WorkerGroup(1) as group:
-        before = pids_of(group)
+        before = list(group.run(os.getpid))
         for arguments, error, text in (
             (("train",), TypeError, "fn must be callable"),
             ((print, 5), TypeError, "args must be a sequence"),
@@ -94,10 +89,7 @@ def test_a_bad_call_leaves_the_ranks_as_they_were():
                 group.run(*arguments)
         with pytest.raises(ValueError, match="timeout must be a number of seconds"):
             group.run(abs, (-1,), timeout=0)
-        assert pids_of(group) == before
-
-
-# --- Failures
+        assert list(group.run(os.getpid)) == before
 
 
 def raise_in(ranks, text="bad"):
@@ -127,7 +119,7 @@ def test_ranks_stay_if_some_raise_and_the_others_return(caplog):
 def test_ranks_are_restarted_if_one_has_to_be_stopped(fail, barrier, caplog):
     with WorkerGroup(3) as group:
         group.run(put, args=(5,))
-        before = pids_of(group)
+        before = list(group.run(os.getpid))
         with pytest.raises(mpwatch.RunFailedError) as caught:
             group.run(failing.call_on_rank_1, (fail, barrier))
         assert caught.value.root_cause.rank == 1
@@ -144,7 +136,7 @@ def test_ranks_are_restarted_if_one_has_to_be_stopped(fail, barrier, caplog):
 
 def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
     with WorkerGroup(2) as group:
-        before = pids_of(group)
+        before = list(group.run(os.getpid))
         os.kill(before[1], signal.SIGKILL)
         eventually(lambda: group.state is WorkerState.UNHEALTHY)
         eventually(lambda: not any(is_alive(pid) for pid in before))  # without a call
@@ -154,28 +146,10 @@ def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
     assert restarted == "all ranks are restarted: a rank was lost while it had no call"
 
 
-# --- Limits
-
-
-def test_a_call_may_have_a_limit_of_its_own():
-    with WorkerGroup(1, timeout=60, grace_period=0) as group:
-        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s: rank 0"):
-            group.run(time.sleep, (60,), timeout=0.2)
-        assert list(group.run(abs, (-1,))) == [1]
-
-
-def report(step):
-    mpwatch.report(step=step)
-
-
-def wait_longer_than_a_heartbeat_may_be_away(event):
-    event.wait(1.0)
-
-
 def test_heartbeats_and_reports_belong_to_one_call():
     with WorkerGroup(1, heartbeat_timeout=0.3) as group:
-        assert [progress.step for progress in group.run(report, (7,)).progress.values()] == [7]
-        assert group.run(wait_longer_than_a_heartbeat_may_be_away, (SPAWN.Event(),)).progress == {}
+        assert [progress.step for progress in group.run(lambda: mpwatch.report(step=7)).progress.values()] == [7]
+        assert group.run(time.sleep, (1.0,)).progress == {}
 
 
 def test_an_idle_group_uses_no_cpu_time(eventually):

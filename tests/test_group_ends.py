@@ -20,7 +20,8 @@ from support.process_state import SPAWN, children, is_alive
 from support.programs import call, in_own_process
 
 
-def fork_in_the_block():
+@in_own_process
+def test_a_fork_of_the_program_cannot_use_the_group_and_may_leave_its_block():
     warnings.simplefilter("ignore", DeprecationWarning)  # of 3.12, about forks
     with WorkerGroup(1) as group:
         pid = os.fork()
@@ -29,12 +30,8 @@ def fork_in_the_block():
                 group.run(functions.rank)
             except RuntimeError as error:
                 sys.exit(7 if "fork of the process" in str(error) else 8)  # leaves the block
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), list(group.run(functions.rank)))
-
-
-def test_a_fork_of_the_program_cannot_use_the_group_and_may_leave_its_block():
-    done = call(fork_in_the_block)
-    assert (done.stdout, done.stderr) == ("7 [0]\n", "")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert list(group.run(functions.rank)) == [0]
 
 
 def test_a_group_that_is_forgotten_ends(eventually):
@@ -84,15 +81,13 @@ def test_a_program_may_end_during_another_threads_call():
     assert time.monotonic() - began < 30
 
 
-# --- Signals
-
-
 def sleep_until_interrupted():
     while True:  # not signal.pause(), which may begin just after the signal has come
         time.sleep(0.01)
 
 
-def ignore_an_interrupt():
+@in_own_process
+def test_a_rank_that_does_not_answer_to_ctrl_c_is_replaced():
     def interrupt():
         try:
             time.sleep(0.02)  # until the thread of the caller waits
@@ -106,10 +101,6 @@ def ignore_an_interrupt():
         with pytest.raises(KeyboardInterrupt):
             group.run(interrupt)
         assert list(group.run(os.getpid)) != before
-
-
-def test_a_rank_that_does_not_answer_to_ctrl_c_is_replaced():
-    call(ignore_an_interrupt)
 
 
 @in_own_process

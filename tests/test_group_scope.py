@@ -34,7 +34,7 @@ def list_new(before, after):
     return {rank for rank in before if before[rank] != after[rank]}
 
 
-def test_a_lost_rank_ends_its_own_call_only_and_is_restarted_by_the_next_one_that_needs_it(group, caplog):
+def test_a_lost_rank_ends_its_own_call_only_and_is_restarted_by_the_next_one_that_needs_it(group, caplog, eventually):
     pids = pids_of(group)
     event = SPAWN.Event()
     other = group.submit(wait_for, args=(event,), ranks=1)
@@ -51,13 +51,9 @@ def test_a_lost_rank_ends_its_own_call_only_and_is_restarted_by_the_next_one_tha
     assert (group.state, restart_counts(group)) == (WorkerState.HEALTHY, [1, 0, 0])
     (text,) = [text for text in caplog.messages if "restarted" in text]
     assert text.startswith("rank 0 is restarted: rank 0 was killed by SIGKILL (not sent by mpwatch: ")
-
-
-def test_a_rank_that_dies_without_a_call_is_restarted_alone(group, caplog, eventually):
-    pids = pids_of(group)
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)  # while it has no call
     eventually(lambda: group.state is WorkerState.UNHEALTHY)
-    assert list_new(pids, pids_of(group)) == {1}
+    assert list_new(pids, pids_of(group)) == {0, 1}
     assert any(text.endswith("while it had no call; the next call restarts it") for text in caplog.messages)
     assert "rank 1 is restarted: it was lost while it had no call" in caplog.messages
 

@@ -14,19 +14,15 @@ import pytest
 
 import mpwatch
 from mpwatch import PerRank, RunFailedError, WorkerGroup, WorkerState
-from support import functions
+from support import failing, functions
 from support.process_state import SPAWN, is_alive
 from support.programs import python
 
 
-def meet_and_wait(barrier):
+def meet_and_wait(barrier, event=None):
+    """Wait for the event. Without one, sleep until the call is stopped."""
     barrier.wait(60)
-    time.sleep(1000)
-
-
-def meet_and_wait_for(barrier, event):
-    barrier.wait(60)
-    assert event.wait(60)
+    assert event.wait(60) if event else time.sleep(1000)
     return functions.rank()
 
 
@@ -36,11 +32,6 @@ def append(value):
     return list(values)
 
 
-def kill_own_process(barrier):
-    barrier.wait(60)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.fixture
 def group():
     with WorkerGroup(3) as group:
@@ -48,7 +39,6 @@ def group():
 
 
 def submit_waiting(group, ranks, function=meet_and_wait):
-    """Submit a call, and return when its ranks run the function."""
     barrier = SPAWN.Barrier(len(ranks) + 1)
     handle = group.submit(function, (barrier,), ranks=ranks)
     barrier.wait(60)
@@ -93,7 +83,7 @@ def test_per_rank_has_a_value_for_each_rank_or_for_each_called_rank(group):
 
 
 def test_calls_of_different_ranks_run_at_the_same_time(group):
-    meet = functools.partial(meet_and_wait_for, SPAWN.Barrier(3), event := SPAWN.Event())
+    meet = functools.partial(meet_and_wait, SPAWN.Barrier(3), event := SPAWN.Event())
     event.set()
     first, second = group.submit(meet, ranks=0), group.submit(meet, ranks=2)
     assert group.run(meet, ranks=1)[1] == 1
@@ -122,10 +112,9 @@ def test_a_call_that_waits_can_be_cancelled(group):
 
 @pytest.fixture
 def other(group):
-    """A call of rank 2, which must go on and return, in the ranks that were there."""
     pids, event = list(group.run(os.getpid)), SPAWN.Event()
     barrier = SPAWN.Barrier(2)
-    handle = group.submit(meet_and_wait_for, (barrier, event), ranks=2)
+    handle = group.submit(meet_and_wait, (barrier, event), ranks=2)
     barrier.wait(60)
     yield
     assert not handle.done()
@@ -161,7 +150,7 @@ def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
     barrier = SPAWN.Barrier(2)
     other = group.submit(meet_and_wait, (barrier,), ranks=[2])
     with pytest.raises(RunFailedError) as caught:
-        group.run(kill_own_process, (barrier,), ranks=0)
+        group.run(lambda: barrier.wait(60) is None or failing.is_killed(), ranks=0)
     assert caught.value.root_cause.signal == signal.SIGKILL
     with pytest.raises(RunFailedError) as stopped:
         other.result(60)
@@ -178,7 +167,7 @@ def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
 def test_close_cancels_calls_that_wait_and_lets_others_end():
     event, barrier = SPAWN.Event(), SPAWN.Barrier(2)
     group = WorkerGroup(2)
-    running = group.submit(meet_and_wait_for, (barrier, event), ranks=0)
+    running = group.submit(meet_and_wait, (barrier, event), ranks=0)
     barrier.wait(60)
     waiting = group.submit(functions.rank)
     waiting.add_done_callback(lambda _: event.set())

@@ -141,9 +141,6 @@ def test_the_return_value_of_env_is_checked():
         mpwatch.run(fn, 2, env=lambda worker: {"RANK": "3"})
 
 
-# --- The arguments of the function
-
-
 def train(lr, *, epochs=1):
     pass
 
@@ -154,8 +151,6 @@ class Model:
 
 
 def inject_config(function):
-    """Decorate a function as hydra does: the caller passes no argument."""
-
     @functools.wraps(function)
     def wrapper():
         return function({"lr": 1})
@@ -189,9 +184,6 @@ def test_arguments_that_fit_the_function_are_accepted():
     WorkerSpec(fn=Model().fit, nprocs=1, args=(1,))
     WorkerSpec(fn=configured, nprocs=1)  # though the function in it takes an argument
     WorkerSpec(fn=dict, nprocs=1, kwargs={"a": 1})  # it has no signature
-
-
-# --- What the options mean
 
 
 def test_run_submit_and_main_need_a_number_of_ranks_or_a_spec_which_is_a_whole_call():

@@ -30,19 +30,13 @@ def test_values_come_back_by_rank():
             result[rank]
 
 
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (lambda x, plus=1: 2 * x + plus, (3,)),
-        (functools.partial(functions.double, plus=1), (3,)),
-        (functions.Adder(4), (3,)),
-        (functions.Adder(4).add, [3]),
-        (sum, ([3, 4],)),
-    ],
-    ids=["lambda", "partial", "callable object", "bound method", "builtin"],
-)
-def test_anything_callable(fn, args):
-    assert list(mpwatch.run(fn, 1, args=args)) == [7]
+def test_anything_callable():
+    """A lambda, a partial, a callable object, a bound method, and a builtin."""
+    lambda_, partial = lambda x, plus=1: 2 * x + plus, functools.partial(functions.double, plus=1)
+    with mpwatch.WorkerGroup(1) as group:
+        for fn in (lambda_, partial, functions.Adder(4), functions.Adder(4).add):
+            assert list(group.run(fn, [3])) == [7]
+        assert list(group.run(sum, ([3, 4],))) == [7]
 
 
 def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
@@ -50,11 +44,7 @@ def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import environment
 
-    seen = mpwatch.run(environment.get, 2, env={"MORE": "yes"})
-    first, second = ({name: env.get(name) for name in [*functions.VARIABLES, "MORE"]} for env in seen)
-    assert first.pop("MASTER_PORT").isdigit()
-    assert len(first.pop("TORCHELASTIC_RUN_ID")) > 8
-    assert first == {
+    expected = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
@@ -72,7 +62,12 @@ def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "MORE": "yes",
     }
-    assert (second["RANK"], second["LOCAL_RANK"]) == ("1", "1")
+    seen = mpwatch.run(environment.get, 2, env={"MORE": "yes"})
+    assert {name: seen[0].get(name) for name in expected} == expected
+    assert (seen[1]["RANK"], seen[1]["LOCAL_RANK"], seen[1]["WORLD_SIZE"]) == ("1", "1", "2")
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert seen[0]["MASTER_PORT"].isdigit()
+    assert len(seen[0]["TORCHELASTIC_RUN_ID"]) > 8
     assert "RANK" not in os.environ
 
 
@@ -164,14 +159,6 @@ def test_ranks_run_exit_hooks_and_wait_for_threads(grace_period, tmp_path, caplo
     mpwatch.run(register_hooks, 1, args=(tmp_path,), grace_period=grace_period)
     assert {path.name for path in tmp_path.iterdir()} == {"thread", "atexit"}
     assert caplog.text == ""
-
-
-def test_a_rank_that_does_not_exit_is_named(caplog):
-    def leave_a_thread():
-        threading.Thread(target=threading.Event().wait, name="endless prefetcher").start()
-
-    assert list(mpwatch.run(leave_a_thread, 1, grace_period=0.2)) == [None]
-    assert "rank 0 had returned but was still running 1 s later (non-daemon threads: endless prefetcher)" in caplog.text
 
 
 def test_a_forked_child_of_a_rank_sends_no_value():

@@ -37,7 +37,6 @@ def train():
 
 @contextmanager
 def running(options=""):
-    """Run a program whose ranks train until they are asked to stop."""
     command = [sys.executable, "-c", START.format(options=options)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
         try:
@@ -48,8 +47,6 @@ def running(options=""):
 
 
 def find_job(which, eventually, ranks=(0, 1)):
-    """Wait until these ranks of a job have reported."""
-
     def has_come():
         jobs = [job for job in mpwatch.jobs() if which == job.run_id or which in job.pids]
         return any(tuple(job.progress()) == ranks for job in jobs)

@@ -11,6 +11,7 @@ import pytest
 
 import mpwatch
 from support.programs import ENV, python
+from support.runs import failed
 
 # Writes what it finds in its process to a file that is named by its rank.
 REPORTER = """
@@ -88,9 +89,7 @@ def test_a_failure_is_reported_with_the_lines_of_the_script(tmp_path, monkeypatc
     write(tmp_path, train=FAILING)
     os.mkfifo(tmp_path / "both")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(mpwatch.Script("train.py"), nprocs=2)
-    error = caught.value
+    error = failed(mpwatch.Script("train.py"), nprocs=2)
     line = next(number for number, text in enumerate(FAILING.splitlines(), 1) if "THE-LINE" in text)
     assert re.fullmatch(
         rf"rank 1 failed first: BadShardError: shard 7 is bad \(train.py:{line} in load\)\n"

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from mpwatch.events import Restarting, Stopping, WorkerExited, WorkerReady, Work
 from stop_functions import STEPS
 from support import functions
 from support.process_state import SPAWN, children, is_alive
+from support.runs import at, failed
 from support.thoroughness import choose
 
 USR1 = (signal.SIGUSR1,)
@@ -24,24 +26,10 @@ USR1 = (signal.SIGUSR1,)
 
 @pytest.fixture
 def received(monkeypatch):
-    """Let this process record SIGUSR1. Return the record."""
     record = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: record.append(number))
     yield record
     signal.signal(signal.SIGUSR1, before)
-
-
-def kill_when(kind, signum, count=1):
-    """Return an observer that sends this process a signal when so many events of this kind have come."""
-    seen = []
-
-    def observe(event):
-        if isinstance(event, kind):
-            seen.append(event)
-            if len(seen) == count:
-                os.kill(os.getpid(), signum)
-
-    return observe
 
 
 def check_stopped(result, cause, ranks=2):
@@ -58,7 +46,7 @@ def check_stopped(result, cause, ranks=2):
 def test_a_signal_stops_all_ranks_at_the_same_step(number, name):
     handler = signal.getsignal(number)
     events = []
-    observers = (events.append, kill_when(WorkerReady, number, 2))
+    observers = (events.append, at(WorkerReady, partial(os.kill, os.getpid(), number), 2))
     result = mpwatch.run(stop_functions.count_steps, 2, stop=[number], on_event=observers)
     check_stopped(result, name)
     (stopping,) = (event for event in events if isinstance(event, Stopping))
@@ -147,27 +135,10 @@ def test_independent_ranks_save_although_another_one_has_failed(delay):
     """With the delay, rank 0 waits for its restart when the stop is requested."""
     policy = mpwatch.RestartPolicy(1, scope="worker", delay=delay)
     with pytest.raises(mpwatch.RunFailedError, match="the disk is full") as caught:
-        mpwatch.run(fail_or_wait_for_stop, 3, max_restarts=policy, on_event=request_when_failed)
+        mpwatch.run(fail_or_wait_for_stop, 3, max_restarts=policy, on_event=at(WorkerExited, mpwatch.request_stop))
     states = caught.value.result.worker_states
     assert states == {0: WorkerState.FAILED, 1: WorkerState.SUCCEEDED, 2: WorkerState.SUCCEEDED}
     assert caught.value.result.stopped_at is not None
-
-
-def request_when_failed(event):
-    if isinstance(event, WorkerExited):
-        mpwatch.request_stop()
-
-
-def test_no_signal_is_lost(received):
-    """It is in the result of a call, or the handler of the program gets it."""
-    causes = []
-    rng = random.Random(1)
-    with WorkerGroup(2, stop=USR1) as group:
-        for number in range(1, 101):
-            timer = send_later(rng, 0.004)
-            while timer.is_alive():
-                causes.append(group.run(functions.rank).stop_cause)
-            assert len(received) + causes.count("SIGUSR1") == number
 
 
 def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
@@ -187,11 +158,8 @@ def test_ranks_in_different_epochs_stop_in_the_same_one():
     """The request comes when rank 1 is an epoch ahead of rank 0, and they go on when all have agreed on a step."""
     agreed = SPAWN.Event()
 
-    def observe(event):
-        if isinstance(event, Stopping):
-            agreed.set()
-
-    result = mpwatch.run(stop_functions.train_epochs, 2, args=(SPAWN.Barrier(2), agreed), on_event=observe)
+    arguments = {"args": (SPAWN.Barrier(2), agreed), "on_event": at(Stopping, agreed.set)}
+    result = mpwatch.run(stop_functions.train_epochs, 2, **arguments)
     assert list(result) == [(3, 6), (3, 6)]
     assert result.stopped_at == 6
 
@@ -212,7 +180,7 @@ def test_ranks_that_were_restarted_stop():
 
 def test_a_request_before_a_restart_is_the_end():
     policy = mpwatch.RestartPolicy(1, delay=600.0)
-    observer = kill_when(Restarting, signal.SIGUSR1)
+    observer = at(Restarting, partial(os.kill, os.getpid(), signal.SIGUSR1))
     with pytest.raises(mpwatch.RunFailedError, match="the first start") as caught:
         mpwatch.run(stop_functions.fail_first, 2, max_restarts=policy, stop=USR1, on_event=observer)
     assert caught.value.result.notes == ("not restarted: a stop was requested (SIGUSR1)",)
@@ -220,7 +188,11 @@ def test_a_request_before_a_restart_is_the_end():
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGUSR1, mpwatch.RunFailedError), (signal.SIGINT, KeyboardInterrupt)])
 def test_the_same_signal_again_does_at_once_what_it_does(number, error, received):
-    arguments = {"args": (SPAWN.Event(), number), "stop": (number,), "on_event": kill_when(Stopping, number)}
+    arguments = {
+        "args": (SPAWN.Event(), number),
+        "stop": (number,),
+        "on_event": at(Stopping, partial(os.kill, os.getpid(), number)),
+    }
     with pytest.raises(error) as caught:
         mpwatch.run(stop_functions.hold_on, 2, **arguments, grace_period=60)
     if number == signal.SIGUSR1:
@@ -232,12 +204,11 @@ def test_the_same_signal_again_does_at_once_what_it_does(number, error, received
 def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(received, caplog):
     event = SPAWN.Event()
     policy = mpwatch.StopPolicy(USR1, timeout=0.1)
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(stop_functions.hold_on, 2, args=(event, signal.SIGUSR1), stop=policy, grace_period=60)
+    error = failed(stop_functions.hold_on, 2, args=(event, signal.SIGUSR1), stop=policy, grace_period=60)
     text = "a stop was requested (SIGUSR1), and ranks 0-1 had not returned within StopPolicy(timeout=0.1)"
-    assert text in str(caught.value)
-    assert caught.value.result.state is WorkerState.STOPPED
-    assert "hold_on" in caught.value.result.stacks[0]
+    assert text in str(error)
+    assert error.result.state is WorkerState.STOPPED
+    assert "hold_on" in error.result.stacks[0]
     assert received == [signal.SIGUSR1]
     # on a busy machine, only one rank may have come to the line that waits
     begin = r"ranks 0-1 had not returned within StopPolicy\(timeout=0\.1\)(, |: rank 0, )at step 0 in "
@@ -260,24 +231,19 @@ def test_signals_need_the_main_thread():
         pool.submit(mpwatch.run, functions.rank, 1, stop=USR1).result()
 
 
-# --- random instants
-
-
-def send_later(rng, longest):
-    """Send SIGUSR1 to this process after a random time."""
-    timer = threading.Timer(rng.uniform(0, longest), os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
-    return timer
-
-
 @pytest.mark.parametrize("instants", [20, pytest.param(choose(200, 1000), marks=pytest.mark.slow)])
-def test_ranks_stop_at_the_same_step_at_any_instant(received, instants):
+def test_ranks_stop_at_the_same_step_at_any_instant_and_no_signal_is_lost(received, instants):
+    """The signal is in the result of a call, or the handler of the program gets it."""
     rng = random.Random(instants)
     with WorkerGroup(4, stop=USR1, timeout=60) as group:
-        stops = 0
+        calls = stops = 0
         while stops < instants:
-            timer = send_later(rng, 0.02)
-            result = group.run(stop_functions.count_steps, kwargs={"steps": 300, "seconds": rng.choice([1e-5, 1e-4, 1e-3])})
+            timer = threading.Timer(rng.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            kwargs = {"steps": rng.choice([1, 300]), "seconds": rng.choice([1e-5, 1e-4, 1e-3])}
+            result = group.run(stop_functions.count_steps, kwargs=kwargs)
             timer.join()
-            assert set(result) == {300 if result.stopped_at is None else result.stopped_at}
-            stops += result.stopped_at is not None
+            assert set(result) == {kwargs["steps"] if result.stopped_at is None else result.stopped_at}
+            stops += result.stop_cause == "SIGUSR1"
+            calls += 1
+            assert len(received) + stops == calls

@@ -4,6 +4,8 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 import mpwatch
 from support.programs import ENV, python
 
@@ -17,6 +19,7 @@ def test_the_readme_shows_the_output_of_the_first_example():
     assert python("-c", code).stdout == output
 
 
+@pytest.mark.slow
 def test_the_readme_shows_the_output_of_the_crash_example():
     done = python("-W", "default", "examples/crash.py", cwd=ROOT, env={**ENV, "PYTHONWARNINGS": "default"}, check=False)
     printed = re.sub(r'File "[^"]*/(?=examples/)', 'File "', done.stderr)
