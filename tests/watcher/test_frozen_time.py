@@ -24,7 +24,7 @@ def is_silent_in_frozen_time_in_the_first_attempt():
             wait_to_be_stopped()
 
 
-@pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
+@pytest.mark.parametrize("is_ticking", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["frozen", "ticking"])
 @in_own_process  # freezegun reads each attribute of each module, and those of some packages load more modules
 def test_limits_grace_periods_and_delays_expire(is_ticking):
     with freeze_time("2020-01-01", tick=is_ticking):

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from types import MappingProxyType
 
 import pytest
 
@@ -36,12 +35,7 @@ TABLE = {
     fn.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code called abort()"),
     fn.execs_a_program_that_exits_with_9: (EXIT, 9, None, "rank 1 ended with exit code 9"),
     fn.opens_all_descriptors_and_raises: (EXCEPTION, 1, OSError, "Too many open files"),
-    fn.returns_a_lock: (
-        EXCEPTION,
-        1,
-        TypeError,
-        "value['model'][1] cannot be sent back: it is of type _thread",
-    ),
+    fn.returns_a_lock: (EXCEPTION, 1, TypeError, "value['model'][1] cannot be sent back: it is of type _thread"),
 }
 OTHERS = r"  ranks 0, 2: stopped by the watcher \(failing\.py:\d+ in wait_to_be_stopped: signal\.pause\(\)\)"
 
@@ -51,8 +45,10 @@ def failed_on_rank_1(action, *more, nprocs=3, kwargs=None, **options):
     return failed(fn.call_on_rank_1_when_others_sleep, nprocs, args=args, kwargs=kwargs, **options)
 
 
-def failed_beside(others=failing.wait_to_be_stopped, options=MappingProxyType({}), **kwargs):
-    return failed_on_rank_1(failing.raises_value_error, nprocs=2, kwargs={"others": others, **kwargs}, **options)
+def failed_beside(others=failing.wait_to_be_stopped, *, prepare=tuple, state="S", **options):
+    """Raise on rank 1 while rank 0 is in `others`."""
+    kwargs = {"others": others, "prepare": prepare, "state": state}
+    return failed_on_rank_1(failing.raises_value_error, nprocs=2, kwargs=kwargs, **options)
 
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
@@ -131,7 +127,7 @@ def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.linux
 def test_a_suspended_rank_is_reported_as_such_and_continued_so_that_it_can_end():
-    error = failed_beside(fn.suspends_itself, {"grace_period": 60}, state="T")
+    error = failed_beside(fn.suspends_itself, state="T", grace_period=60)
     assert str(error).startswith("rank 1 failed first")
     assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(error)
     assert error.result.elapsed < 30
@@ -273,7 +269,7 @@ def test_an_excepthook_that_the_function_has_set_is_called_once(capfd):
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
 def test_stacks_of_a_rank_that_holds_the_gil_in_c():
-    error = failed_beside(fn.holds_the_gil, {"grace_period": 0.3})
+    error = failed_beside(fn.holds_the_gil, grace_period=0.3)
     assert "rank 0: stopped by the watcher (failing_functions.py:" in str(error)
     assert "in holds_the_gil" in error.result.stacks[0]
 

@@ -1,7 +1,6 @@
 """`WorkerGroup.stacks()` and Ctrl-\\: where the ranks are while they go on."""
 
 import os
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,24 +22,6 @@ def gate(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def group():
-    with mpwatch.WorkerGroup(3, env={"PYTHONUNBUFFERED": "1"}) as group:
-        group.run(rank)
-        yield group
-
-
-def stacks_during(group, function, gate, condition):
-    """Return the first stacks in a call that fulfil the condition, and the result of the call, which then ends."""
-    result = []
-    thread = threading.Thread(target=lambda: result.append(group.run(function, args=(str(gate),))))
-    thread.start()
-    while not condition(stacks := group.stacks()):
-        assert thread.is_alive()
-    open_gate(gate, thread.is_alive)
-    return stacks, result[0]
-
-
 def open_gate(gate, is_waiting):
     """Let all go on that wait at the gate, and those that come to it later."""
     while is_waiting():
@@ -52,23 +33,25 @@ def is_reading(text):
     return "in wait_at_gate\n    os.close(os.open(path" in text
 
 
-def test_stacks_during_a_call_are_those_of_all_ranks_and_equal_ones_are_shown_once(group, gate):
+def test_stacks_during_a_call_are_those_of_all_ranks_and_equal_ones_are_shown_once(gate):
     def condition(stacks):
         is_in_lock = "in release_at_gate" in stacks[1] and "\n    lock.acquire()" in stacks[1]
         return is_in_lock and all(is_reading(stacks[rank]) for rank in (0, 2))
 
-    stacks, result = stacks_during(group, fn.wait_at_gate_or_in_a_lock, gate, condition)
-    assert (list(result), dict(result.stacks)) == ([0, 1, 2], {})
+    with mpwatch.WorkerGroup(3, env={"PYTHONUNBUFFERED": "1"}) as group:
+        group.run(rank)
+        assert str(group.stacks()) == "ranks 0-2: waiting for a call"
+        call = group.submit(fn.wait_at_gate_or_in_a_lock, (str(gate),))
+        while not condition(stacks := group.stacks()):
+            assert not call.done()
+        open_gate(gate, lambda: not call.done())
+    assert (list(call.result()), dict(call.result().stacks)) == ([0, 1, 2], {})
     text = str(stacks)
     assert text.startswith("ranks 0, 2: (stack_request_functions.py:")
     assert "\nrank 1: (stack_request_functions.py:" in text
     assert "\n  another thread (most recent call first):\n" in text
     assert "0x" not in text
     assert "/mpwatch/worker/" not in text
-
-
-def test_stacks_between_calls_say_that_the_ranks_wait(group):
-    assert str(group.stacks()) == "ranks 0-2: waiting for a call"
 
 
 def run_program(*args):
