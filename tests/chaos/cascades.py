@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import mpwatch
+from chaos.acts import throw
 
 LONGEST_DELAY = 0.3  # seconds from the end of the connections to the exception of the rank that ended them
 ERRORS = [
@@ -30,7 +31,24 @@ ERRORS = [
     MemoryError("out of memory"),
     struct.error("unpack requires a buffer of 8 bytes"),
 ]
-ENDS = ["raise", "raise in a cause", "memory", "exit", "os._exit", "SIGKILL", "SIGSEGV"]
+
+
+def raise_in_a_cause():
+    try:
+        raise KeyError("lr")
+    except KeyError as error:
+        raise RuntimeError("the configuration is wrong") from error
+
+
+ENDS = {
+    "raise": lambda: throw(ValueError("the loss is nan")),
+    "raise in a cause": raise_in_a_cause,
+    "memory": lambda: throw(MemoryError()),
+    "exit": lambda: sys.exit(3),
+    "os._exit": lambda: os._exit(4),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}
 
 
 @dataclass(frozen=True)
@@ -54,30 +72,12 @@ def make_cascade(seed, *, any_error):
         seed=seed,
         nprocs=nprocs,
         culprit=choose.randrange(nprocs),
-        end=choose.choice(ENDS),
+        end=choose.choice([*ENDS]),
         closes_first=choose.random() < 0.6 and not any_error,
         delay=choose.uniform(0, LONGEST_DELAY),
         wrapped=tuple(rank for rank in range(nprocs) if choose.random() < 0.3),
         error=choose.choice(ERRORS) if any_error else None,
     )
-
-
-def fail(end):
-    """End this rank by a failure of its own."""
-    if end == "raise":
-        raise ValueError("the loss is nan")
-    if end == "raise in a cause":
-        try:
-            raise KeyError("lr")
-        except KeyError as error:
-            raise RuntimeError("the configuration is wrong") from error
-    if end == "memory":
-        raise MemoryError
-    if end == "exit":
-        sys.exit(3)
-    if end == "os._exit":
-        os._exit(4)
-    os.kill(os.getpid(), getattr(signal, end))
 
 
 def connect(folder, nprocs, barrier):
@@ -102,7 +102,7 @@ def be_rank(cascade, folder, barrier):
             for end in (following, previous):
                 end.close()
             time.sleep(cascade.delay)
-        fail(cascade.end)
+        ENDS[cascade.end]()
     try:
         exchange(following, previous)
     except OSError as error:

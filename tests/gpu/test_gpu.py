@@ -238,23 +238,12 @@ def test_a_trainer_trains_two_steps(package):
 
 
 def train_with_lightning():
-    import lightning
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos import BoringModel
 
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 1)
-
-        def training_step(self, batch, _):
-            return self.layer(batch[0]).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 8)), batch_size=2)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(accelerator="gpu", devices=1, max_steps=2, **quiet)
-    trainer.fit(Model(), loader)
+    trainer = Trainer(accelerator="gpu", devices=1, max_steps=2, **quiet)
+    trainer.fit(BoringModel())
     return trainer.strategy.root_device.type
 
 

@@ -2,7 +2,7 @@
 
     test ---- requests ----> fork server ---- fork ----> node: mpwatch.run(...) ---- spawn ----> rank: tasks.follow_order
       ^                                                   |                                       |      ^
-      +-------------------- pipe: outcome ----------------+                                       |      |
+      +-------------------- file: outcome ----------------+                                       |      |
       +------------------- socket: "I am rank 3, ..." --------------------------------------------+      |
       +------------------- socket: an order, such as "raise" or "return" --------------------------------+
 
@@ -63,8 +63,8 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def request(self, request, fds=()):
-        socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+    def request(self, **request):
+        self._socket.send(pickle.dumps(request))
         return pickle.loads(self._socket.recv(1 << 16))
 
     def close(self):
@@ -73,11 +73,10 @@ class ForkServer:
 
 
 class Node:
-    def __init__(self, job, name, hostname, pid):
-        self.name, self.hostname, self.pid = name, hostname, pid
+    def __init__(self, job, files, hostname, pid):
+        self.name, self.hostname, self.pid = files.name, hostname, pid
         self.ended_at = self.status = None
-        self.output, self.is_pipe_open = b"", True
-        self._job = job
+        self._job, self._files = job, files
 
     def send(self, number):
         if self.ended_at is None:
@@ -92,20 +91,20 @@ class Node:
         Assert that it left nothing in the process.
         """
         self.exit_status(within)
-        assert self.output, f"{self.name} ended with status {self.status} without output"
-        outcome, left = pickle.loads(self.output)
+        assert self.status == 0, f"{self.name} ended with status {self.status} and no outcome"
+        outcome, left = pickle.loads(self._files.with_suffix(".outcome").read_bytes())
         assert not left, f"{self.name} left {left}"
         return SimpleNamespace(**pickle.loads(outcome))
 
     def exit_status(self, within=WAIT_SECONDS):
         """Return the exit status of the process, negative for a signal."""
-        self._job.wait_until(lambda: self.ended_at and not self.is_pipe_open, f"the end of {self.name}", within)
+        self._job.wait_until(lambda: self.ended_at, f"the end of {self.name}", within)
         return self.status
 
     @property
     def log(self):
         """What the node and its ranks have printed."""
-        return self._job.read_log(self.name)
+        return self._files.with_suffix(".log").read_text(errors="replace")
 
     def __repr__(self):
         return f"{self.name}: pid {self.pid}, " + ("running" if self.ended_at is None else f"ended with {self.status}")
@@ -184,40 +183,36 @@ class Job:
 
         `rendezvous` has options of its Rendezvous, in addition to `job.rendezvous`. With None the node runs alone, without one.
         """
-        host = len(self.nodes)
+        number = len(self.nodes)
         options = {"grace_period": 5.0, "nprocs": nprocs, **options}
         if rendezvous is not None:
             chosen = {
                 "endpoint": f"127.0.0.1:{self.port}",
-                "local_addr": f"127.0.0.{1 + host}",
-                "is_host": host == 0,
+                "local_addr": f"127.0.0.{1 + number}",
+                "is_host": number == 0,
                 "last_call_timeout": 1.0,
                 **self.rendezvous,
                 **dict(rendezvous),
             }
             options["rendezvous"] = mpwatch.Rendezvous(**chosen)
-        return self._fork({"call": pickle.dumps((through, function, options))}, host)
+        return self._fork(number, pickle.dumps((through, function, options)))
 
     def start_several(self, count, function=tasks.follow_order, nprocs=1, **options):
         return [self.start(function, nprocs, **options) for _ in range(count)]
 
-    def _fork(self, request, host):
-        name = f"node{len(list(self._folder.glob('*.log')))}"
-        hostname = f"host{host}" if may_rename_hosts() else ""
-        read_end, write_end = os.pipe()
-        with open(self._folder / f"{name}.log", "wb") as log, open(write_end, "wb") as pipe:
-            environment = {
-                tasks.RANK_SOCKET: self._rank_socket.getsockname(),
-                tasks.NODE: name,
-                MARK: self._mark,
-                "TMPDIR": str(self._folder / "tmp"),
-            }
-            pid = self._fork_server.request(
-                {**request, "hostname": hostname, "environment": environment}, [pipe.fileno(), log.fileno()]
-            )
-        node = Node(self, name, hostname or socket.gethostname(), pid)
+    def _fork(self, number, call):
+        files = self._folder / f"node{number}"
+        files.with_suffix(".log").touch()
+        hostname = f"host{number}" if may_rename_hosts() else ""
+        environment = {
+            tasks.RANK_SOCKET: self._rank_socket.getsockname(),
+            tasks.NODE: files.name,
+            MARK: self._mark,
+            "TMPDIR": str(self._folder / "tmp"),
+        }
+        pid = self._fork_server.request(call=call, files=str(files), hostname=hostname, environment=environment)
+        node = Node(self, files, hostname or socket.gethostname(), pid)
         self.nodes.append(node)
-        self._register(read_end, partial(self._read_output, node))
         self._register(os.pidfd_open(pid), partial(self._handle_node_exit, node))
         return node
 
@@ -296,17 +291,10 @@ class Job:
         self._stack.callback(os.close, fd)
         self.register(fd, do)
 
-    def _read_output(self, node, fd):
-        data = os.read(fd, 1 << 16)
-        node.output += data
-        if not data:
-            node.is_pipe_open = False
-            self._selector.unregister(fd)
-
     def _handle_node_exit(self, node, fd):
         node.ended_at = time.monotonic()
         self._selector.unregister(fd)
-        node.status = os.waitstatus_to_exitcode(self._fork_server.request({"reap": node.pid}))
+        node.status = os.waitstatus_to_exitcode(self._fork_server.request(reap=node.pid))
 
     def _accept_rank(self, server):
         connection = self._stack.enter_context(server.accept()[0])
@@ -324,9 +312,6 @@ class Job:
     def _handle_rank_exit(self, process, pidfd):
         process.ended_at = time.monotonic()
         self._selector.unregister(pidfd)
-
-    def read_log(self, name):
-        return (self._folder / f"{name}.log").read_text(errors="replace")
 
     # the end
 

@@ -1,6 +1,6 @@
 """The process that forks the nodes. It imports torch once, so that a node starts in milliseconds.
 
-    python -m nodes.node FD        FD: a socket for requests, which are pickles with descriptors
+    python -m nodes.node FD        FD: a socket for requests, which are pickles
 
 It has one thread, also of the kernel, and has called nothing of mpwatch or torch. So a node inherits no state. A node that has
 ended stays a zombie until `reap` is requested, so that no other process gets its pid.
@@ -38,17 +38,15 @@ def main(fd):
     gc.freeze()
     with socket.socket(fileno=fd) as requests:
         while True:
-            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
+            data = requests.recv(MAX_REQUEST)
             if not data:  # the tests are over
                 return
             request = pickle.loads(data)
-            answer = os.waitpid(request["reap"], 0)[1] if "reap" in request else fork(request, requests, fds)
-            for received in fds:
-                os.close(received)
+            answer = os.waitpid(request["reap"], 0)[1] if "reap" in request else fork(request, requests)
             requests.send(pickle.dumps(answer))
 
 
-def fork(request, requests, fds):
+def fork(request, requests):
     assert len(os.listdir("/proc/self/task")) == 1
     parent = os.getpid()
     if pid := os.fork():
@@ -58,7 +56,7 @@ def fork(request, requests, fds):
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
             requests.close()
-            be_node(request, *fds)
+            be_node(**request)
             status = 0
     except BaseException:
         traceback.print_exc()
@@ -68,25 +66,25 @@ def fork(request, requests, fds):
         os._exit(status)
 
 
-def be_node(request, pipe, log):
-    """Run the request in a process group of its own, with a hostname of its own if the request says so.
+def be_node(call, files, hostname, environment):
+    """Run the call in a process group of its own, with a hostname of its own if there is one. Write `files`.log and .outcome.
 
     As with a job of a shell, the forking process can continue the group. So SIGTSTP stops it.
     """
     os.setpgid(0, 0)
+    log = os.open(f"{files}.log", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    if request["hostname"]:
+    if hostname:
         assert LIBC.unshare(CLONE_NEWUTS) == 0
-        socket.sethostname(request["hostname"])
+        socket.sethostname(hostname)
         platform._uname_cache = None
-    os.environ.update(request["environment"])
-    with open(pipe, "wb") as output:
-        output.write(call(*pickle.loads(request["call"])))
+    os.environ.update(environment)
+    Path(f"{files}.outcome").write_bytes(run(*pickle.loads(call)))
 
 
-def call(through, function, options):
+def run(through, function, options):
     """Return the outcome of `mpwatch.run` or `mpwatch.main`, and what it has left in this process, as a pickle."""
     resource_tracker.ensure_running()  # a helper of multiprocessing, which runs as long as the program
     before = take_inventory()

@@ -2,8 +2,6 @@
 
 import math
 import signal
-import time
-from collections import Counter
 
 import pytest
 
@@ -195,14 +193,6 @@ def test_a_prompt_stops_the_limits_of_a_call_and_gives_ranks_that_are_stopped_no
         assert machine.deadline == limit + 100.0
 
 
-@pytest.mark.parametrize(("opened_at", "closed_at"), [(2.0, 60.0), (0.0, 10.0)])
-def test_time_at_a_prompt_and_in_a_suspension_counts_once(opened_at, closed_at):
-    machine = after(opened_at, m.SuspendLimits(), timeout=5.0)
-    handle(machine, 9.0, m.Resumed(4.0))
-    handle(machine, closed_at, m.SuspendLimits(False))
-    assert machine.deadline == 5.0 + closed_at - opened_at
-
-
 # --- heartbeats
 
 
@@ -324,7 +314,7 @@ def test_ranks_are_stopped_and_killed_at_the_times_of_the_last_lease():
     assert machine.deadline == 6.0 + m.KILL_SECONDS
 
 
-# --- illegal events, and many ranks
+# --- illegal events
 
 
 IMPOSSIBLE = [([], m.Returned(1)), ([], m.Ready(0)), ([m.Returned(0)], m.Returned(0)), ([m.Exited(0)], m.Exited(0))]
@@ -335,17 +325,3 @@ def test_an_event_that_cannot_come_is_an_error(history, event):
     machine = after(0.0, *history, ready=1)
     with pytest.raises(m.IllegalEventError, match=type(event).__name__):
         machine.handle(event, 1.0)
-
-
-def test_ten_thousand_ranks_of_which_a_thousand_fail():
-    began = time.process_time()
-    machine = running_machine(10_000)
-    actions = handle(machine, 1.0, *(m.Failed(rank, is_secondary=True) for rank in range(999)), m.Failed(999))
-    actions += handle(machine, 1.1, *map(m.StackDumped, range(1000, 10_000)))
-    for rank in range(9000):
-        actions += machine.handle(m.Exited(rank), 2.0)
-    actions += handle(machine, 1.1 + GRACE)
-    handle(machine, 12.0, *map(m.Exited, range(9000, 10_000)))
-    assert machine.stage is m.CallStage.FINISHED
-    assert Counter(type(action) for action in actions) == {m.DumpStacks: 9000, m.RequestExit: 1000, m.SendSignal: 21_000}
-    assert time.process_time() - began < 2.0
