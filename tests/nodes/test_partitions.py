@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 
 import mpwatch
-from nodes.harness import NODE_TIMEOUT
+from nodes import tasks
+from nodes.harness import LONG, NODE_TIMEOUT
 
 
 class Cable:
@@ -53,17 +54,19 @@ def cable(job):
 
 
 def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(job, cable):
+    """Its rank ignores SIGTERM."""
     job.rendezvous["nnodes"] = 2, 3
-    host, other = job.start_several(2)
+    start = partial(job.start, tasks.ignore_sigterm, args=(2,), grace_period=LONG)
+    host, other = (start(rendezvous={"rank": rank}) for rank in (0, 1))
     job.await_coordinator()
-    far = job.start(rendezvous={"endpoint": f"127.0.0.1:{cable.port}", "is_host": False})
+    far = start(rendezvous={"rank": 2, "endpoint": f"127.0.0.1:{cable.port}", "is_host": False})
     first = job.await_world(3)
     cable.cut()
     job.await_end(first.of(far))
     second = job.await_world(2)
     assert first.ended_at < min(process.started_at for process in second)
     assert_coordinator_lost(far, cable)
-    back = job.start()
+    back = start(rendezvous={"rank": 2})
     third = job.await_world(3)
     assert {process.node for process in third} == {host.name, other.name, back.name}
     third.order("return")

@@ -89,6 +89,11 @@ def test_a_verdict(sentence):
     assert (verdict.sentence, verdict.kind, [*verdict.blamed], [*verdict.evidence]) == (sentence, kind, blamed, blamed)
 
 
+def test_a_mismatch_comes_before_a_rank_that_has_not_joined():
+    verdict = verdict_of((FIRST, USUAL), (FIRST, waiting("barrier", 2)), (FIRST,))
+    assert verdict.kind is MISMATCH
+
+
 def test_a_rank_that_has_returned_is_blamed_before_one_that_is_late():
     verdict = verdict_of((FIRST, USUAL), (FIRST,), (), returned=[2])
     assert (verdict.blamed, verdict.have_returned, verdict.cannot_end_well) == ((2,), True, True)
