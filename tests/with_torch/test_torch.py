@@ -247,6 +247,25 @@ def test_functions_of_training_scripts_find_their_global_variables_and_classes(s
 
 
 @pytest.mark.slow
+def test_thread_pools_and_compilers_follow_the_cpus_of_the_rank(monkeypatch):
+    def get_thread_counts():
+        """Return how many threads torch and NumPy use, and how many processes torch would start to compile."""
+        import numpy  # noqa: F401  it loads its pool
+        import threadpoolctl
+        from torch._inductor import config
+
+        pools = {pool["num_threads"] for pool in threadpoolctl.threadpool_info()}
+        return torch.get_num_threads(), pools, config.compile_threads
+
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    allowed = sorted(os.sched_getaffinity(0))
+    assert mpwatch.run(get_thread_counts, 1, placement=lambda _: allowed[:1])[0] == (1, {1}, 1)
+    share = max(1, len(allowed) // 2)
+    assert [processes for *_, processes in mpwatch.run(get_thread_counts, 2)] == [min(32, share)] * 2
+
+
+@pytest.mark.slow
 def test_the_death_of_a_rank_is_reported_while_its_data_loader_workers_live():
     def iterate():
         """Let the workers become idle first: a worker that is killed while it shares a tensor leaves a file of torch.
