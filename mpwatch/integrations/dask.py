@@ -10,11 +10,13 @@ DaskEngine asks Dask every second for the list of workers.
 
 import asyncio
 import logging
+import multiprocessing
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, Unpack
 
@@ -274,21 +276,39 @@ class DaskEngine:
 
 # --- In a Dask worker
 
-_has_ended = threading.Condition()  # its lock guards `_running`
+_has_ended = threading.Condition()  # its lock guards the two below
 _running: set[str] = set()  # the keys of the tasks that run in this process
+_was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
     """Return the data of the NodeOutcome: bytes, since Dask chooses the pickle protocol."""
+    with _allow_children(key):
+        outcome: cluster.NodeOutcome = pickle.loads(call)()
+    return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
+
+
+@contextmanager
+def _allow_children(key: str) -> Iterator[None]:
+    """Let this process start ranks, even if it is daemonic, as the worker of a Dask nanny is. They always end with their
+    watcher.
+    """
+    global _was_daemon
+    process = multiprocessing.current_process()
     with _has_ended:
+        if not _running:
+            _was_daemon = process.daemon
+        if _was_daemon:
+            process.daemon = False
         _running.add(key)
     try:
-        outcome: cluster.NodeOutcome = pickle.loads(call)()
+        yield
     finally:
         with _has_ended:
             _running.discard(key)
+            if _was_daemon and not _running:
+                process.daemon = True
             _has_ended.notify_all()
-    return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
 
 
 async def _wait_until_ended(job: str, seconds: float) -> None:

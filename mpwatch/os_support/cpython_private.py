@@ -3,8 +3,11 @@
 The comments say what each is for, and what breaks without it. These are used elsewhere:
 
 watcher/processes/process.py:
-- It sends to a rank what `multiprocessing.popen_spawn_posix.Popen._launch` sends to a child. Without
-  `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`, no rank can start.
+- `multiprocessing.Process._Popen` and `popen_spawn_posix.Popen._launch`, overridden. If `Process.start` does not call them,
+  a rank is an ordinary spawned process, with the process group and the environment of its parent.
+- `popen_fork.Popen._send_signal`, overridden for `terminate` and `kill`. Else child processes of the rank get no signal.
+- `popen_spawn_posix.Popen`, `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and
+  `spawn.get_command_line`, which look public. Without one of them, no rank can be started.
 
 wire:
 - launch.py sets `_start_method` of the rank's Process object, so that the default start method is that of the program.
@@ -33,6 +36,7 @@ from multiprocessing import process, util
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
     from typing import Any
 
 # typeshed contains only the public names of these modules.
@@ -69,6 +73,18 @@ def get_logging_setup() -> dict[str, Any]:
     return {"log_to_stderr": mp_util._log_to_stderr, **level}
 
 
+def get_popen(child: BaseProcess) -> Any:
+    # The watcher keeps this object, because the user may close any process in multiprocessing.active_children(). Without
+    # this name, keep the object that `_Popen` returns.
+    return vars(child)["_popen"]
+
+
+def forget_child(child: BaseProcess) -> None:
+    # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
+    # active_children(), and the program waits at its end for a rank that cannot be killed.
+    mp_process._children.discard(child)
+
+
 def get_spawn_reducers() -> dict[type, Any]:
     """Return a dict from each type to the pickling function that multiprocessing or torch has registered for the type."""
     # Without this name, only `copyreg.dispatch_table` is used, and no connection, socket or shared tensor can be in a call.
@@ -77,6 +93,12 @@ def get_spawn_reducers() -> dict[type, Any]:
     pickler: Any = ForkingPickler  # typeshed does not have the attribute
     reducers: dict[type, Any] = pickler._extra_reducers
     return reducers
+
+
+def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
+    """Return a finalizer that closes the descriptors `fds` when it is called, or when `owner` is garbage-collected."""
+    # multiprocessing's Popen.close() calls the finalizer. Without this name, use weakref.finalize.
+    return mp_util.Finalize(owner, mp_util.close_fds, fds)
 
 
 def call_before_joining_threads(action: Callable[[], object]) -> None:

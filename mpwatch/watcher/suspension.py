@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.signals import get_handler, set_handler
 from mpwatch.watcher.observers.view_driver import ViewDriver
-from mpwatch.watcher.processes.process import WatchedProcess
+from mpwatch.watcher.processes.process import RankPopen
 
 STOP_SECONDS = 2.0  # the limit for the watcher thread to stop the ranks; it may be starting ranks, or waiting for helpers
 
@@ -91,7 +91,7 @@ def _stop_this_program() -> None:
         set_handler(signal.SIGTSTP, handler)
 
 
-def suspend_processes(suspension: Suspension, processes: Collection[WatchedProcess]) -> None:
+def suspend_processes(suspension: Suspension, processes: Collection[RankPopen]) -> None:
     """Stop all processes of the ranks, and continue them when the suspension is over."""
     if not suspension.is_over.locked():  # the suspension is over already
         return

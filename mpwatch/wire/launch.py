@@ -40,13 +40,12 @@ class LaunchInfo:
 
 
 class RankProcess(SpawnProcess):
-    """In the rank, its process, which runs `main(launch_info)` of the module `program`. The watcher only pickles it.
-
-    `start_method` is the child's default.
+    """The process of a rank, which runs `main(launch_info)` of the module `program`. In the watcher, a subclass starts and
+    signals it (watcher/processes/process.py). `start_method` is the child's default.
     """
 
     def __init__(self, launch_info: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:
-        super().__init__(name=name, daemon=False)  # even if the watcher is daemonic, as in a multiprocessing.Pool
+        super().__init__(name=name)
         self.launch_info = launch_info
         self.program = program
         self._start_method: Any = start_method  # spawn sets it in the child; typeshed says: str

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Wor
 from engines import cases, functions
 from engines.cases import wait_until
 from mpwatch.integrations.dask import run
-from support.process_state import children
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -42,10 +40,11 @@ def client(processes):
     check_nothing_left(processes)
 
 
-def check_nothing_left(client):
+def check_nothing_left(client, *, daemonic=True):
     wait_until(lambda: not client.run_on_scheduler(list_tasks))
     wait_until(lambda: not any(client.run(list_own_tasks).values()))
     assert not any(client.run(list_children).values())
+    assert set(client.run(is_daemonic).values()) == {daemonic}
     assert not client.futures
 
 
@@ -58,8 +57,11 @@ def list_own_tasks(dask_worker):
 
 
 def list_children():
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children()]
-    return [command for command in commands if "rank=" in command]
+    return [child.name for child in multiprocessing.active_children() if "rank" in child.name]
+
+
+def is_daemonic():
+    return multiprocessing.current_process().daemon
 
 
 def test_the_values_of_all_ranks_come_back_and_each_node_is_a_worker(client):
@@ -71,7 +73,7 @@ def test_workers_may_be_threads():
     with make_cluster(2, processes=False) as cluster, Client(cluster) as client:
         result = run(client, functions.report, 2, nodes=2)
         assert [rank for rank, *_ in result] == [0, 1, 2, 3]
-        check_nothing_left(client)
+        check_nothing_left(client, daemonic=False)
 
 
 def test_ranks_are_not_daemonic_and_can_start_processes(client):

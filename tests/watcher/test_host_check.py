@@ -7,7 +7,7 @@ import pytest
 
 import mpwatch
 from support.process_state import children
-from support.programs import ENV, in_own_process, python
+from support.programs import ENV, python
 
 CALLS = [lambda: mpwatch.run(os.getpid, 1), lambda: mpwatch.submit(os.getpid, 1), lambda: mpwatch.WorkerGroup(1).__enter__()]
 REFUSED = """
@@ -39,14 +39,10 @@ def test_a_program_without_an_interpreter(monkeypatch, path):
     refuse_all(rf"{path or ''!r} is no file; name the interpreter by multiprocessing.set_executable\(")
 
 
-def run_in_pool():
-    return list(mpwatch.run(lambda: multiprocessing.current_process().daemon, 2))
-
-
-@in_own_process
-def test_a_process_of_a_pool_may_have_ranks_though_it_is_daemonic():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(run_in_pool) == [False, False]
+def test_a_daemonic_process(monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    remedy = "start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo"
+    refuse_all(rf"^this process is daemonic.*{remedy}.*daemon = False before the run$")
 
 
 REMEDY = 'put the call into a function, or under `if __name__ == "__main__":`'

@@ -3,7 +3,7 @@
     ProcessPool --- Selector: the one place where the event loop waits
                 --- Guardian: kills the ranks if the calling program is killed
                 --- memory file: a slot for each rank, for heartbeats (wire/shared_memory.py)
-                --- Rank for each rank --- WatchedProcess
+                --- Rank for each rank --- RankPopen: its process
                                              --- channel: messages in both directions
                                              --- stack pipe: stderr until the rank is ready, then stack dumps
 
@@ -33,7 +33,7 @@ from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
-from mpwatch.watcher.processes.process import WatchedProcess
+from mpwatch.watcher.processes.process import RankPopen, Surroundings
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
@@ -84,7 +84,7 @@ class ProcessPool:
     def start(self, setup: RankSetup) -> Rank:
         try:
             return self._start(setup)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, AssertionError) as error:
             raise LaunchError(with_remedy(f"rank {setup.worker.rank} could not be started", error)) from error
 
     def _start(self, setup: RankSetup) -> Rank:
@@ -117,17 +117,16 @@ class ProcessPool:
                 ignored_signals=self._ignored_signals,
                 guardian_fds=tuple(self.guardian.fds_for_ranks),
             )
+            surroundings = Surroundings(
+                _describe_rank(worker, self._spec.fn_name),
+                setup.env,
+                stdout=stdio.stdout,
+                stderr=rank_stack_pipe,
+                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
+                cpus=setup.cpus,
+            )
             with _block_signals(self._ignored_signals):
-                process = WatchedProcess(
-                    launch_info,
-                    f"mpwatch-rank-{worker.rank}",
-                    description=_describe_rank(worker, self._spec.fn_name),
-                    env=setup.env,
-                    stdout=stdio.stdout,
-                    stderr=rank_stack_pipe,
-                    passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
-                    cpus=setup.cpus,
-                )
+                process = RankPopen.start(launch_info, f"mpwatch-rank-{worker.rank}", surroundings)
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
             rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, slot=slot, stdio=stdio)
             kept.pop_all()

@@ -32,7 +32,7 @@ from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.watcher.machine.transitions import RankPhase
 from mpwatch.watcher.output.pipes import StdioFds
 from mpwatch.watcher.processes.collective_sockets import CollectiveSockets
-from mpwatch.watcher.processes.process import WatchedProcess
+from mpwatch.watcher.processes.process import RankPopen
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.messages import (
@@ -67,7 +67,7 @@ class Rank:
     def __init__(
         self,
         setup: RankSetup,
-        process: WatchedProcess,
+        process: RankPopen,
         channel: socket.socket,
         stack_pipe: int,
         selector: Selector[Any],
