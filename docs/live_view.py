@@ -41,7 +41,13 @@ def capture_screen(steps: int, percent: int) -> list[Text]:
 def is_complete(percent: int, rows: list[str]) -> bool:
     """Whether the view is drawn completely and shows that enough steps are done."""
     done = re.search(r"step \d+ of \d+ \((\d+) %\).*; loss .*; 4 ranks running", "\n".join(rows[-6:-5]))
-    return done is not None and int(done[1]) >= percent and all("running" in row and "ago" in row for row in rows[-4:])
+    has_slow_rank = "running, slow (" in rows[-2]
+    return (
+        done is not None
+        and int(done[1]) >= percent
+        and has_slow_rank
+        and all("running" in row and "ago" in row for row in rows[-4:])
+    )
 
 
 def make_row_text(cells: list[object]) -> Text:

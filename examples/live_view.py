@@ -1,7 +1,8 @@
-"""Show the live view: four ranks learn to classify points of two spirals, and report their progress."""
+"""Show the live view: four ranks learn to classify points of two spirals, and report their progress. One is slow."""
 
 import math
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpwatch
 
 TURNS = 3
+SLOW_RANK, SLOW_LOADING = 2, 0.02  # seconds
 
 
 def spirals(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,6 +24,13 @@ def spirals(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch
     return (torch.stack([turn * angle.cos(), turn * angle.sin()], dim=1) + noise) / TURNS, labels
 
 
+def load(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch. One rank takes long for it, and makes the others wait in each step."""
+    if dist.get_rank() == SLOW_RANK:
+        time.sleep(SLOW_LOADING)
+    return spirals(256, generator)
+
+
 def train(steps: int) -> float:
     """Train in each rank on random points of its own. Return the last loss."""
     torch.manual_seed(0)
@@ -31,7 +40,7 @@ def train(steps: int) -> float:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for step in range(steps):
-        points, labels = spirals(256, generator)
+        points, labels = load(generator)
         optimizer.zero_grad()
         scores = model(points)
         loss = nn.functional.cross_entropy(scores, labels)
@@ -46,4 +55,5 @@ def train(steps: int) -> float:
 
 if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    mpwatch.run(train, nprocs=4, args=(steps,), backend="gloo", progress=True)
+    backend = mpwatch.Backend("gloo", stall_after=4)  # so the ranks are compared every second
+    mpwatch.run(train, nprocs=4, args=(steps,), backend=backend, progress=True)

@@ -197,6 +197,8 @@ def _find_jobs(missed: list[str]) -> list[Job]:
             answer = _ask(path, {"ask": "status"})
         except TimeoutError as error:
             missed.append(str(error))
+        except (AttributeError, ImportError):  # another checkout of the same version
+            missed.append(f"process {_pid_of(path)} has another mpwatch")
         else:
             if answer is not None:
                 status = _Status(*answer)

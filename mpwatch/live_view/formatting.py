@@ -32,9 +32,7 @@ def is_summarized(snapshot: Snapshot) -> bool:
 
 
 def format_overall(snapshot: Snapshot) -> str:
-    late = (row.status.lateness for row in snapshot.rows if row.status.lateness is not None)
-    slow = [f"rank {each.rank} keeps the others waiting for {_format_percent(each.share)} of the time" for each in late]
-    parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot), *slow)
+    parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot))
     end = "" if snapshot.elapsed is None else f" after {_format_seconds(snapshot.elapsed)}"
     return "; ".join(filter(None, parts)) + end
 
@@ -42,9 +40,11 @@ def format_overall(snapshot: Snapshot) -> str:
 def format_row(row: RankRow) -> tuple[str, ...]:
     status = row.status
     state = STATE_TEXTS.get(status.state, status.state.name)
+    restart = f", restart {status.restart_count}" if status.restart_count else ""
+    slow = f", slow ({_format_percent(status.lateness.share)})" if status.lateness is not None else ""
     return (
         str(status.rank),
-        f"{state}, restart {status.restart_count}" if status.restart_count else state,
+        f"{state}{restart}{slow}",
         _format_step(row),
         UNKNOWN if row.rate is None else _format_number(row.rate),
         _format_metrics(row.metrics),
@@ -63,6 +63,8 @@ def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
     if running and running[0].sort_key[:2] != running[-1].sort_key[:2]:
         slowest = (f"rank {row.status.rank} ({_format_step(row)})" for row in running[:MAX_SLOWEST])
         rows.append(("slowest", ", ".join(slowest)))
+    late = [row.status.lateness for row in snapshot.rows if row.status.lateness is not None]
+    rows += [("slow", f"rank {each.rank}: the others wait for {_format_percent(each.share)} of the time") for each in late]
     usage = []
     if memory := [row.memory for row in snapshot.rows if row.memory is not None]:
         usage.append(f"memory {_format_bytes(sum(memory))} in total, {_format_bytes(max(memory))} at most in one rank")

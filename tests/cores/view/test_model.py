@@ -72,6 +72,12 @@ def test_the_row_of_a_rank():
     assert row_cells(started, ended) == ("0", "returned", DASH, DASH, "", "5 MB", DASH, DASH)
 
 
+def test_the_slow_rank():
+    assert row_cells(status(1, restart_count=2, lateness=LATE))[1] == "running, restart 2, slow (42 %)"
+    summary = dict(formatting.format_summary(snapshot_of(status(0), status(1, lateness=LATE))))
+    assert summary["slow"] == "rank 1: the others wait for 42 % of the time"
+
+
 def test_names_of_metrics_are_escaped():
     names = {"\x1b[2Jloss\n": 1.0, "[red]": 2.0, "<b>": 3.0, "\ud800": 4.0, "x" * 100: 5.0, "sixth": 6.0, "seventh": 7.0}
     seen = status(step=1, metrics=names)
@@ -98,7 +104,6 @@ WITH_LOSS = [status(rank, 1, metrics={"loss": loss, "lr": 0.1}) for rank, loss i
         ("step 30 of 100 (30 %); 3 ranks running", [status(0, 30), status(1, 20, total=40), status(2, 40, total=None)]),
         ("step 1999 of 2000 (99 %); 1 rank running", [status(0, 1999, total=2000)]),
         ("step 1 of 100 (1 %); loss 3, lr 0.1; 3 ranks running", WITH_LOSS),
-        ("2 ranks running; rank 1 keeps the others waiting for 42 % of the time", [status(0), status(1, lateness=LATE)]),
     ],
 )
 def test_the_overall_line(line, statuses):
