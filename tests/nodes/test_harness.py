@@ -7,9 +7,15 @@ import threading
 
 import pytest
 
+from nodes import harness
 from support.process_state import is_alive
 
 ALONE = {"rendezvous": None}  # a job of its own
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(harness, "CLEANUP_SECONDS", 0.1)
 
 
 def leave_daemon():
@@ -24,6 +30,7 @@ def leave_thread(worker):
     return {}
 
 
+@pytest.mark.slow  # the node waits for threads that the kernel may still show
 def test_what_a_node_leaves_is_reported(job):
     node = job.start(subprocess.list2cmdline, args=([],), env=leave_thread, **ALONE)
     with pytest.raises(AssertionError, match=r"node0 left .*forgotten"):

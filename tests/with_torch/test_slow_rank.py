@@ -12,68 +12,55 @@ import torch.distributed as dist
 import mpwatch
 from mpwatch.events import SlowRank
 
-STEPS = 60
-
-
-def of_kind(kind, events):
-    return [event for event in events if isinstance(event, kind)]
-
-
-def list_warnings(caplog):
-    return [text for text in caplog.messages if "waiting" in text]
+STEPS = 40
 
 
 def load(seconds):
     time.sleep(seconds)
 
 
-def train(slow_rank, slow_steps, jitter):
+def train(slow_rank, slow_steps, *, fails=False):
     rng = random.Random(dist.get_rank())
     for step in range(STEPS):
         is_slow = dist.get_rank() == slow_rank and step < slow_steps
-        load(0.01 + rng.uniform(0.0, jitter) + (0.05 if is_slow else 0.0))
+        load(0.01 + rng.uniform(0.0, 0.02) + (0.05 if is_slow else 0.0))
         dist.all_reduce(torch.ones(16))
+    if fails:
+        raise ValueError(dist.get_rank())
 
 
-def run(nprocs, *args, stall_after=0.4, **options):
-    return mpwatch.run(train, nprocs, args=args, backend=mpwatch.Backend("gloo", stall_after=stall_after), **options)
+def run(nprocs, *args, stall_after=0.4, **kwargs):
+    return mpwatch.run(train, nprocs, args=args, kwargs=kwargs, backend=mpwatch.Backend("gloo", stall_after=stall_after))
+
+
+def list_slow_ranks(result):
+    return [event for event in result.events if isinstance(event, SlowRank)]
+
+
+def list_warnings(caplog):
+    return [text for text in caplog.messages if "waiting" in text]
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_slow_rank_is_named_once(nprocs, caplog):
-    result = run(nprocs, 1, STEPS, 0.01)
+def test_the_slow_rank_is_named_once_while_the_run_goes_on_and_in_the_report_of_its_failure(nprocs, caplog):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        run(nprocs, 1, STEPS, fails=True)
+    result = caught.value.result
     late = result.slow_rank
     assert late.rank == 1
     assert 0.2 < late.share < 1
     assert late.place.endswith(" in load")
     assert re.match(r'  File ".*test_slow_rank.py", line \d+ in load\n  File .*, line \d+ in train\n', late.stack)
-    (event,) = of_kind(SlowRank, result.events)
-    assert event.ranks == (1,)
-    assert event.lateness.place == late.place
+    (event,) = list_slow_ranks(result)
+    assert (event.ranks, event.lateness.place) == ((1,), late.place)
+    sentence = r"rank 1 kept the others waiting for \d+ % of the time \(.* in load\)"
     (warning,) = list_warnings(caplog)
-    assert re.search(r": rank 1 kept the others waiting for \d+ % of the time \(.* in load\)$", warning)
+    assert re.search(rf": {sentence}$", warning)
+    assert re.search(rf"^  before that, {sentence}$", str(caught.value), re.MULTILINE)
     assert json.loads(result.to_json())["slow_rank"]["rank"] == 1
 
 
-def fail_at_the_end(*args):
-    train(*args)
-    raise ValueError(dist.get_rank())
-
-
-def test_the_report_of_a_failure_has_the_slow_rank():
-    with pytest.raises(
-        mpwatch.RunFailedError, match=r"\n  before that, rank 1 kept the others waiting for \d+ % of the time"
-    ):
-        mpwatch.run(fail_at_the_end, 2, args=(1, STEPS, 0.01), backend=mpwatch.Backend("gloo", stall_after=0.4))
-
-
-@pytest.mark.parametrize(
-    ("slow_steps", "options"),
-    [(0, {}), (5, {}), pytest.param(STEPS, {"stall_after": None}, marks=pytest.mark.slow)],
-    ids=["sound", "slow at the beginning", "not checked"],
-)
-def test_nobody_is_named(slow_steps, options, caplog):
-    result = run(2, 1, slow_steps, 0.03, **options)
-    assert result.slow_rank is None
-    assert not of_kind(SlowRank, result.events)
-    assert not list_warnings(caplog)
+@pytest.mark.parametrize("stall_after", [0.4, pytest.param(None, marks=pytest.mark.slow)], ids=["checked", "not checked"])
+def test_nobody_is_named_for_a_slow_beginning_or_without_checks(stall_after, caplog):
+    result = run(2, 1, 5 if stall_after else STEPS, stall_after=stall_after)
+    assert (result.slow_rank, list_slow_ranks(result), list_warnings(caplog)) == (None, [], [])
