@@ -2,6 +2,7 @@
 
 import pickle
 import platform
+import signal
 import socket
 import threading
 import time
@@ -50,12 +51,17 @@ class NodeSpec:
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results."""
+    received: list[int] = []  # before `mpwatch.run` has its own handlers
+    for number in spec.stop_signals:  # for good: submitit's handler would queue a job again that the driver has given up
+        signal.signal(number, lambda signum, _: received.append(signum))
     with closing(_DriverLink(spec.number, spec.rendezvous)) as link:
         try:
             with _make_handle(spec, link) as handle:
                 follower = threading.Thread(target=_follow_driver, args=(link, handle), name="mpwatch link")
                 follower.start()
                 try:
+                    if received:
+                        handle._ask_to_stop(signal.Signals(received[0]).name)
                     if spec.stop_signals:
                         handle._execute()  # here, since Python runs signal handlers in the main thread only
                     else:

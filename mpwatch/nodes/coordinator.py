@@ -33,6 +33,7 @@ from random import random
 
 from mpwatch.nodes.job_decision import JobAttempt, describe_stop
 from mpwatch.nodes.job_verdict import find_job_verdicts, format_job_stall, read_records
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     AttemptDecision,
     AttemptFailing,
@@ -314,6 +315,7 @@ class Coordinator:
                 return self.lose(member.number, reason, now)
             # Its ranks had not been started when the stop was requested.
             actions = self._stop_attempt(describe_stop(self._stop_cause), now)
+        check_failures(report)
         self._attempt.reports[node] = report
         self._set_collectives(node, report)
         has_failed = report.outcome not in (AttemptOutcome.SUCCEEDED, AttemptOutcome.STOPPED)
@@ -420,3 +422,10 @@ def _describe_difference(ours: Mapping[str, str], theirs: Mapping[str, str], our
                 " same call on all nodes, with the same versions of mpwatch and torch"
             )
     return ""
+
+
+def check_failures(report: AttemptReport) -> None:
+    """Raises InvalidMessageError if a failure lacks what the decision needs. The rest is checked where it is shown."""
+    for failure in (*report.failures, *report.missing_ranks):
+        if not isinstance(failure.get("rank"), int):
+            raise InvalidMessageError("AttemptReport has a failure without the number of its rank")

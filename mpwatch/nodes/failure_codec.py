@@ -1,9 +1,8 @@
 """Encode failures of ranks as JSON of limited size, and decode the JSON on another node.
 
 The exception of a failure, and each exception that it refers to, is sent as the plain data that wire/exceptions/encoder.py
-has read. The receiver builds stand-ins: exceptions with the
-name, text, notes, cause, context, group members, frames and builtin base classes of the originals. It does not import or run
-any code that is named in the received data.
+has read. The receiver builds stand-ins: exceptions with the name, text, notes, cause, context, group members, frames and
+builtin base classes of the originals. It does not import or run any code that is named in the received data.
 """
 
 import builtins

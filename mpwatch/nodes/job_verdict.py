@@ -48,7 +48,7 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
     )
-    return replace(answer, collectives=kept, has_all=answer.has_all and len(kept) == len(answer.collectives))
+    return replace(answer, collectives=kept, stack="", has_all=answer.has_all and len(kept) == len(answer.collectives))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ exited. If nothing comes from the coordinator, the watcher thread stops the rank
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from mpwatch.nodes.job_decision import describe_stop
 from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
@@ -37,6 +38,7 @@ from mpwatch.nodes.messages import (
     StartAttempt,
     StopAtStep,
     StopAttempt,
+    StopRequest,
 )
 from mpwatch.watcher.processes.rank_environment import RankSetup
 
@@ -77,6 +79,7 @@ class NodeMachine:
         self.attempt = NO_ATTEMPT  # the latest one that was started
         self._loss = ""  # why the coordinator is lost
         self._dismissal = ""  # why the others count this node as lost
+        self._stop_cause = ""  # what has requested a stop of the job
         self._is_leaving = False
 
     @property
@@ -133,6 +136,8 @@ class NodeMachine:
 
     def _rejoin(self) -> list[NodeAction]:
         reason, self._dismissal = self._dismissal, ""
+        if self._stop_cause:
+            return self._fail_job(describe_stop(self._stop_cause))
         self.stage = NodeStage.JOINING
         decision = AttemptDecision(self.attempt, NextStep.RESTART, reason=f"this node was lost: {reason}")
         return [decision, Rejoin()]
@@ -156,6 +161,10 @@ class NodeMachine:
             return []
         self.stage = NodeStage.STOPPING
         return [AttemptFailing(self.attempt)]
+
+    def request_stop(self, cause: str) -> list[NodeAction]:
+        self._stop_cause = self._stop_cause or cause
+        return [StopRequest(cause)]
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
         if not self._has_ranks:
@@ -195,6 +204,7 @@ class NodeMachine:
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
         """Hold the ranks, or do not start them. If they have exited, only the highest step is reported."""
+        self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
             return self._cancel_start()
         return [hold] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []

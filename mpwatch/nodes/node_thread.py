@@ -47,7 +47,6 @@ from mpwatch.nodes.messages import (
     StepsHeld,
     StopAtStep,
     StopAttempt,
-    StopRequest,
     encode_message,
 )
 from mpwatch.nodes.node_machine import NodeAction, NodeMachine, NodeStage, Rejoin, StartRanks
@@ -206,7 +205,7 @@ class NodeThread:
     def on_stop(self, cause: str) -> bool:
         """A stop was requested on this node. Return False if it takes part in no attempt; then it joins no further one."""
         is_in_attempt = not self._machine.is_joining
-        self._post(lambda: [StopRequest(cause)])
+        self._post(lambda: self._machine.request_stop(cause))
         return is_in_attempt
 
     def on_steps_held(self, step: int | None) -> None:

@@ -93,15 +93,15 @@ def _libc() -> Any:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Return the capacity after trying to increase it to `size`, or 0 if it is unknown. Raises OSError."""
+    """Return the capacity after trying to increase it to `size`, or 0 if it is unknown."""
     import fcntl
 
-    if not hasattr(fcntl, "F_GETPIPE_SZ"):
-        return 0
-    holds = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
-    if holds < size:
-        with suppress(PermissionError):  # more than pipe-max-size, or pipe-user-pages-soft for all pipes of a user
-            return fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
+    holds = 0
+    if hasattr(fcntl, "F_GETPIPE_SZ"):
+        with suppress(OSError):  # more than pipe-max-size, or pipe-user-pages-soft for all pipes of a user; or a sandbox
+            holds = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
+            if holds < size:
+                holds = fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
     return holds
 
 

@@ -14,6 +14,7 @@ from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.visits import SUFFIX, check_folder, check_peer, find_folder, pass_fd, send_answer
 
 READ_SIZE = 4096  # bytes; a question is shorter
+MAX_VISITORS = 64
 
 
 class Visitor:
@@ -106,6 +107,8 @@ class Visitors:
             return ()
         self._visitors = [other for other in self._visitors if other.connection.fileno() != -1]
         try:
+            if len(self._visitors) == MAX_VISITORS:
+                raise ConnectionRefusedError
             visitor = Visitor(connection, check_peer(connection), self._selector)
             connection.setblocking(False)
             self._selector.add(connection.fileno(), partial(self._read, visitor))

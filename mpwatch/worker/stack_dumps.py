@@ -113,7 +113,8 @@ class StackWriter:
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
-    return "".join([head, *starmap(_format_frame, islice(walk_stack(frame), MAX_FRAMES))]).encode()
+    frames = walk_stack(frame) if frame is not None else ()
+    return "".join([head, *starmap(_format_frame, islice(frames, MAX_FRAMES))]).encode()
 
 
 def _format_frame(frame: FrameType, line: int | None) -> str:

@@ -5,7 +5,6 @@ import os
 import pickle
 import secrets
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -204,8 +203,6 @@ class Task:
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)
         write(f"{path}.begun", b"")
-        # for good, since submitit would queue a job again that the driver has given up
-        signal.signal(preemption_signal(), lambda *_: None)
         with ignore_sigterm():
             outcome = call()
         with suppress(FileNotFoundError):  # the driver is gone

@@ -51,7 +51,7 @@ def run(
     if max_requeues < 0:
         raise ValueError(f"max_requeues must be 0 or more, not {max_requeues!r}")
     grace_period = options.get("grace_period", 10.0)
-    stop_seconds = grace_period + END_SECONDS
+    stop_seconds = mpwatch.WorkerSpec(fn=str, nprocs=1, grace_period=grace_period).grace_period + END_SECONDS  # it checks it
     while True:
         own_address = address or _find_own_address(kind)
         engine = SubmititEngine(executor, least, address=own_address, stop_seconds=stop_seconds)

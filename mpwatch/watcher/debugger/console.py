@@ -274,8 +274,10 @@ class DebuggerConsole:
                     sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
             yield
         finally:
-            self._output.hold(is_held=False)
-            self._watcher.suspend_limits(are_suspended=False)
+            try:
+                self._output.hold(is_held=False)
+            finally:
+                self._watcher.suspend_limits(are_suspended=False)
 
     def _show_output(self, session: RankSession) -> None:
         """Show the captured output of all ranks, then the output of pdb in `session`. Make `session` the current session."""

@@ -30,6 +30,7 @@ MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
+DUMP_HANDLER_FRAME = re.compile(r'/mpwatch/worker/stack_dumps\.py", line \d+ in __call__$')
 SCRIPT_FILE = "/mpwatch/script.py"  # runs the user's script
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
 
@@ -124,8 +125,8 @@ def _reaches_outermost_frame(stack: str) -> bool:
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
-    """Remove mpwatch's own threads, and its frames that called the user's function."""
-    blocks = map(_cut_at_rank_main, stacks.split("\n\n"))
+    """Remove mpwatch's own threads, its frames that called the user's function, and those that were writing the stacks."""
+    blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
     # a head alone has no frames
     return "\n\n".join(block for block in blocks if "\n" in block and not _is_thread_of_mpwatch(block))
 
@@ -152,6 +153,12 @@ def _cut_at_rank_main(block: str) -> str:
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line or SCRIPT_FILE in line), len(lines))
     return "\n".join(lines[:end])
+
+
+def _cut_dump_handler(block: str) -> str:
+    lines = block.splitlines()
+    handler = max((number for number, line in enumerate(lines) if DUMP_HANDLER_FRAME.search(line)), default=0)
+    return "\n".join([*lines[:1], *lines[handler + 1 :]])
 
 
 def _read_source_line(file: str, line: int, started_at: float) -> str:

@@ -38,7 +38,7 @@ CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 MIN_CHECK_SECONDS = 0.05  # between two checks, at least
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
-MAX_LOOKS, LOOK_SECONDS = 30, 0.2  # further checks, to see where a slow rank is while the others wait for it
+MAX_LOOKS, LOOK_SECONDS = 15, 0.2  # checks that only find where a slow rank is while the others wait for it
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
 
@@ -71,6 +71,7 @@ class CollectiveMonitor:
         self._called_at = self.now()
         self._asked: set[Rank] = set()  # ranks that have not answered
         self._asked_at = -math.inf
+        self._is_look = False  # whether they were asked only for `_find_slow_rank`
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
@@ -112,13 +113,13 @@ class CollectiveMonitor:
     def close(self) -> None:
         self._is_closed = True
 
-    def _check(self) -> None:
+    def _check(self, *, is_look: bool = False) -> None:
         ranks = [rank for rank in self.list_ranks() if rank.collective_sockets.is_open]
         can_compare = len(ranks) > 1 or self.on_stall is not None
         if not self.is_checking():
             self.restart_waits()
         elif not self._asked and can_compare:
-            self._answers, self._asked_at = {}, self.now()
+            self._answers, self._asked_at, self._is_look = {}, self.now(), is_look
             self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
             self.call_at(self.now() + ANSWER_SECONDS, partial(self._stop_waiting, self._asked))
 
@@ -141,6 +142,8 @@ class CollectiveMonitor:
             self._report_stall(self.on_stall, returned)
         elif self.is_checking():
             self._find_slow_rank()
+        if self._is_look:
+            return
         verdicts = find_verdicts(self._answers, returned)
         if not self.is_checking() or not verdicts:
             self._last_mismatch = None
@@ -156,13 +159,13 @@ class CollectiveMonitor:
 
     def _find_slow_rank(self) -> None:
         answers = {rank: answer for rank, answer in self._answers.items() if self.is_called(rank)}
-        self._slow_ranks.add(answers, is_look=self._looks_left < MAX_LOOKS)
+        self._slow_ranks.add(answers, is_look=self._is_look)
         self.lateness = self._slow_ranks.find()
         if self.lateness is None or self.lateness.rank == self._named_rank:
             return
         if not self.lateness.place and self._looks_left > 0:
             self._looks_left -= 1
-            self.call_at(self.now() + LOOK_SECONDS, self._check)
+            self.call_at(self.now() + LOOK_SECONDS, partial(self._check, is_look=True))
         else:
             self._looks_left = MAX_LOOKS
             self._named_rank = self.lateness.rank

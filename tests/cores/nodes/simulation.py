@@ -191,7 +191,7 @@ class Node:
 
     def request_stop(self):
         if self.is_alive and not self.machine.is_joining:
-            self.execute([messages.StopRequest("SIGUSR1")])
+            self.execute(self.machine.request_stop("SIGUSR1"))
 
     @when_awake
     def leave(self):

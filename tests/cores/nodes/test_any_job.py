@@ -5,7 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cores.nodes.simulation import TIMEOUT, SimulatedJob
-from mpwatch.nodes.messages import NO_ATTEMPT, NextStep
+from mpwatch.nodes.messages import NO_ATTEMPT, Dismissed, NextStep
+from mpwatch.nodes.node_machine import NodeMachine, NodeStage
 
 AT_ONCE = 1.0  # seconds, for a few messages
 NODES, WORK = 4, 40.0
@@ -94,6 +95,14 @@ def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
     job = run_history(NODES // 2, 2, [*requests, *faults], seed)
     assert job.is_over()
     assert len({node.decision.next_step for node in job.alive()}) <= 1
+
+
+def test_a_node_that_is_dismissed_after_a_request_to_stop_joins_no_more():
+    machine = NodeMachine()
+    machine.stage = NodeStage.AWAITING_DECISION
+    machine.request_stop("SIGUSR1")
+    (decision,) = machine.handle(Dismissed("it was silent"))
+    assert (decision.next_step, decision.reason) == (NextStep.FAILED, "a stop was requested (SIGUSR1)")
 
 
 @pytest.mark.parametrize("late", [0, 1])

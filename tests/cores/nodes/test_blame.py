@@ -8,6 +8,7 @@ from mpwatch import FailureKind, ProcessFailure, RestartPolicy
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
 from mpwatch.nodes.frames import MAX_BYTES
 from mpwatch.nodes.job_decision import JobAttempt
+from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.messages import AttemptOutcome, AttemptReport, NextStep, NodeInfo, RankRecord, encode_message
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import add_summary
@@ -169,6 +170,11 @@ def decide_on_collectives(failure, first, second, **facts):
     of_first = report(0, "FAILED", failure, waited_for_other_nodes=failure is VICTIM, collectives=tuple(first))
     missing = {"missing_ranks": (HUNG,)} if second is LATE else {}
     return decide(of_first, report(1, "STOPPED", collectives=tuple(second), **missing), sizes={0: 2}, **facts)
+
+
+def test_stacks_of_ranks_leave_room_for_the_collectives_of_many():
+    answers = {rank: RankCollectives(stack='  File "train.py", line 1 in f\n' * 50, torch_rank=rank) for rank in range(100)}
+    assert len(make_records(answers, (), {})) == 100
 
 
 @pytest.mark.parametrize(
