@@ -79,7 +79,7 @@ class Joining:
 
     async def run(self, until: float) -> None:
         """Return when this node was accepted. Raises LaunchError."""
-        started_at = monotonic()
+        started_at, problem = monotonic(), None
         where = f"rendezvous at {self.endpoint}"
         while True:
             now = monotonic()
@@ -94,7 +94,8 @@ class Joining:
                     " one on all nodes"
                 ) from error
             except (ConnectionError, TimeoutError, InvalidMessageError) as error:
-                problem = error
+                if problem is None or monotonic() < until:  # else this try had no time
+                    problem = error
             if monotonic() + RETRY_SECONDS >= until:
                 raise LaunchError(f"{where}: {problem}. Tried for {monotonic() - started_at:.1f} s") from problem
             await asyncio.sleep(RETRY_SECONDS)

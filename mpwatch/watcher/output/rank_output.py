@@ -195,11 +195,12 @@ class RankOutput:
             self._wait_for_jobs(None)
             return
         due_at = min((pipe.rank_stream.due_at for pipe in self._pipes.values()), default=math.inf)
+        ready = self._selector.select(None if due_at == math.inf else max(0.0, due_at - monotonic()))
+        if any(key.data is None for key, _ in ready):
+            self._jobs.run_all()  # first: `_start_call` was posted before the call wrote anything
         sizes = [0]
-        for key, _ in self._selector.select(None if due_at == math.inf else max(0.0, due_at - monotonic())):
-            if key.data is None:
-                self._jobs.run_all()
-            elif (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it meanwhile
+        for key, _ in ready:
+            if (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it
                 sizes.append(self._read(pipe))
         for pipe in self._pipes.values():
             if pipe.rank_stream.due_at <= monotonic():
