@@ -188,7 +188,7 @@ WARM = {"mpwatch": warm_mpwatch, "floor": warm_floor, "executor": warm_executor,
 
 
 def launch_mpwatch_node(node_config):
-    import mpwatch.nodes.run  # noqa: F401  its first call would import it
+    import mpwatch.nodes.run_controller  # noqa: F401  its first call would import it
     from mpwatch import Rendezvous, run
 
     settings = {} if node_config.node_timeout is None else {"node_timeout": node_config.node_timeout}
