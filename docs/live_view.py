@@ -45,7 +45,7 @@ def is_complete(percent: int, rows: list[str], *, has_slow_rank: bool) -> bool:
     return (
         done is not None
         and int(done[1]) >= percent
-        and has_slow_rank <= ("running, slow (" in rows[-2])
+        and ("running, slow (" in rows[-2] or not has_slow_rank)
         and all("running" in row and "ago" in row for row in rows[-4:])
     )
 
