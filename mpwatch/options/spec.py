@@ -286,7 +286,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
         return
     try:
         signature = inspect.signature(fn, follow_wrapped=False)  # a wrapped function may take other arguments
-    except (TypeError, ValueError):  # fn may be written in C
+    except (TypeError, ValueError, SystemError):  # fn may be written in C; Python 3.11 fails in two threads at once
         return
     try:
         signature.bind(*args, **(kwargs or {}))

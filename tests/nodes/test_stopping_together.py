@@ -65,9 +65,8 @@ def test_a_request_before_a_restart_ends_the_job(job):
 
 
 def test_each_node_has_a_limit_for_its_ranks(job):
-    job.start_several(2, stop=mpwatch.StopPolicy([signal.SIGUSR1], timeout=0.2))
+    receiver, other = (job.start(stop=mpwatch.StopPolicy([signal.SIGUSR1], timeout=limit)) for limit in (0.2, LONG))
     job.await_world(2).order("ignore_stop")
-    receiver, other = job.nodes
     receiver.send(signal.SIGUSR1)
     assert receiver.exit_status() == -signal.SIGUSR1
     outcome = other.outcome()
