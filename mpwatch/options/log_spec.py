@@ -1,31 +1,23 @@
 """`LogSpec` says where the stdout and stderr of the ranks go."""
 
-import operator
 import os
 import string
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from enum import Enum, auto
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import IO, Any, Literal
 
 from mpwatch.options.validation import check_count
-from mpwatch.options.worker_info import Worker
 
 STREAMS = ("stdout", "stderr")
 AUTO_PREFIX = "[{rank}] "
 FIELDS = ("rank", "local_rank", "node", "role", "host", "time")
+ALL: Collection[int] = range(1 << 31)
 
 Ranks = Literal["all", "none"] | int | Collection[int]
 # Any: mypy would infer collections from the strings in a literal mapping, since a string is a collection.
 Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
-
-
-class StreamRoute(Enum):
-    INHERIT = auto()  # to where the caller's own descriptor leads
-    PIPE = auto()  # to the watcher, which forwards the output, writes it to files, or keeps its last lines
-    DISCARD = auto()  # to /dev/null
 
 
 @dataclass(frozen=True)
@@ -75,16 +67,15 @@ class LogSpec:
     prefix: str | None = None
     stdout: IO[str] | None = None
     stderr: IO[str] | None = None
+    # by option and stream; None: inherit
+    _chosen: dict[str, dict[str, Collection[int] | None]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_dir(self.dir)
-        for name in ("show", "files"):
-            choice = getattr(self, name)
-            _check_streams(name, choice)
-            for stream in STREAMS:
-                _check_ranks(name, _choice_for(choice, stream), may_inherit=name == "show")
+        chosen = {name: _choose_ranks(name, getattr(self, name)) for name in ("show", "files")}
+        object.__setattr__(self, "_chosen", chosen)
         for stream in STREAMS:
-            if self.inherits(stream) and self.dir is not None and _choice_for(self.files, stream) != "none":
+            if self.inherits(stream) and self.dir is not None and chosen["files"][stream] != ():
                 raise ValueError(
                     f"logs: show='inherit' gives the ranks the caller's own {stream}, so its output cannot go to files;"
                     f" use show='all', or leave {stream} out of `files`"
@@ -112,40 +103,27 @@ class LogSpec:
 
     def inherits(self, stream: str) -> bool:
         """Return whether the ranks write this stream (stdout or stderr) directly to the caller's file descriptor."""
-        return _choice_for(self.show, stream) == "inherit"
+        return self._chosen["show"][stream] is None
 
     def shows(self, stream: str, rank: int) -> bool:
         """Return whether the watcher forwards this stream (stdout or stderr) of this rank to the caller."""
-        return _is_among(rank, _choice_for(self.show, stream))
+        return rank in (self._chosen["show"][stream] or ())
 
     def writes(self, stream: str, rank: int) -> bool:
         """Return whether this stream (stdout or stderr) of this rank goes to a file."""
-        return self.dir is not None and _is_among(rank, _choice_for(self.files, stream))
-
-    def route_of(self, stream: str, rank: int) -> StreamRoute:
-        """Return where this stream (stdout or stderr) of a rank goes.
-
-        The watcher can read the last lines of stderr on every route except INHERIT.
-        """
-        if self.inherits(stream):
-            return StreamRoute.INHERIT
-        is_read = self.shows(stream, rank) or self.writes(stream, rank) or stream == "stderr"
-        return StreamRoute.PIPE if is_read else StreamRoute.DISCARD
+        return self.dir is not None and rank in (self._chosen["files"][stream] or ())
 
     def count_shown_ranks(self, nprocs: int | None) -> int:
         """Return the number of ranks whose stdout or stderr is shown. "all" are 2 if `nprocs` is not known yet."""
-        shown = [_choice_for(self.show, stream) for stream in STREAMS]
-        if any(isinstance(ranks, str) and ranks == "all" for ranks in shown):
-            return nprocs or 2
-        return len({rank for ranks in shown for rank in _ranks_named_in(ranks)})
+        shown = [ranks or () for ranks in self._chosen["show"].values()]
+        return (nprocs or 2) if ALL in shown else len({rank for ranks in shown for rank in ranks})
 
     def check_ranks(self, nprocs: int) -> None:
         """Raise ValueError if `show` or `files` names a rank that does not exist."""
-        for name in ("show", "files"):
-            for stream in STREAMS:
-                for rank in _ranks_named_in(_choice_for(getattr(self, name), stream)):
-                    if rank >= nprocs:
-                        raise ValueError(f"logs: {name} names rank {rank}, but nprocs={nprocs}: ranks are 0 to {nprocs - 1}")
+        for name, by_stream in self._chosen.items():
+            named = [rank for ranks in by_stream.values() if ranks and ranks != ALL for rank in ranks]
+            for rank in (rank for rank in named if rank >= nprocs):
+                raise ValueError(f"logs: {name} names rank {rank}, but nprocs={nprocs}: ranks are 0 to {nprocs - 1}")
 
 
 def in_notebook() -> bool:
@@ -158,33 +136,14 @@ def default_logs() -> LogSpec:
     return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 
-def format_prefix(template: str, worker: Worker, host: str) -> str:
-    facts = {"rank": worker.rank, "local_rank": worker.local_rank, "node": worker.group_rank, "role": worker.role}
-    return _fill_in(template, **facts, host=host)
-
-
-def _fill_in(template: str, **who: object) -> str:
-    return template.format(**who, time=_Now())
+def format_prefix(template: str, **facts: object) -> str:
+    """`facts` are all of FIELDS except the time."""
+    return template.format(**facts, time=_Now())
 
 
 class _Now:
     def __format__(self, form: str) -> str:
         return time.strftime(form or "%H:%M:%S")
-
-
-def _choice_for(choice: Choice, stream: str) -> Ranks | Literal["inherit"]:
-    return choice.get(stream, "none") if isinstance(choice, Mapping) else choice
-
-
-def _is_among(rank: int, ranks: Ranks | Literal["inherit"]) -> bool:
-    return ranks == "all" if isinstance(ranks, str) else rank in _ranks_named_in(ranks)
-
-
-def _ranks_named_in(ranks: Ranks | Literal["inherit"]) -> Iterator[int]:
-    if isinstance(ranks, Collection):
-        yield from () if isinstance(ranks, str) else map(operator.index, ranks)
-    else:
-        yield operator.index(ranks)
 
 
 def _check_dir(folder: object) -> None:
@@ -194,23 +153,27 @@ def _check_dir(folder: object) -> None:
         raise ValueError("logs: dir must be the path of a folder, not ''; '.' is the current one")
 
 
-def _check_streams(name: str, choice: object) -> None:
-    if isinstance(choice, Mapping):
-        for stream in choice:
-            if stream not in STREAMS:
-                raise ValueError(f"logs: {name} may have the keys 'stdout' and 'stderr', not {stream!r}")
+def _choose_ranks(name: str, choice: Any) -> dict[str, Collection[int] | None]:
+    """Return which ranks the value of `show` or `files` chooses for each stream. None means "inherit"."""
+    by_stream = choice if isinstance(choice, Mapping) else dict.fromkeys(STREAMS, choice)
+    for stream in by_stream:
+        if stream not in STREAMS:
+            raise ValueError(f"logs: {name} may have the keys 'stdout' and 'stderr', not {stream!r}")
+    return {stream: _parse_ranks(name, by_stream.get(stream, "none")) for stream in STREAMS}
 
 
-def _check_ranks(name: str, ranks: object, *, may_inherit: bool) -> None:
-    choices = ("all", "none", "inherit") if may_inherit else ("all", "none")
+def _parse_ranks(name: str, ranks: Any) -> Collection[int] | None:
     if isinstance(ranks, str):
-        if ranks not in choices:
-            raise ValueError(f"logs: {name} must be one of {', '.join(map(repr, choices))}, or ranks, not {ranks!r}")
-        return
+        words: dict[str, Collection[int] | None] = {"all": ALL, "none": ()}
+        if name == "show":
+            words["inherit"] = None
+        if ranks not in words:
+            raise ValueError(f"logs: {name} must be one of {', '.join(map(repr, words))}, or ranks, not {ranks!r}")
+        return words[ranks]
     if isinstance(ranks, bytes | Mapping) or not (isinstance(ranks, Collection) or hasattr(ranks, "__index__")):
         raise TypeError(f"logs: {name} must be 'all', 'none', a rank or several of them, not {ranks!r}")
-    for rank in ranks if isinstance(ranks, Collection) else [ranks]:
-        check_count(f"logs: a rank in {name}", rank, at_least=0)
+    several = ranks if isinstance(ranks, Collection) else [ranks]
+    return tuple(check_count(f"logs: a rank in {name}", rank, at_least=0) for rank in several)
 
 
 def _check_prefix(prefix: object) -> None:
@@ -224,7 +187,7 @@ def _check_prefix(prefix: object) -> None:
         names = {name for _, name, _, _ in string.Formatter().parse(prefix) if name is not None}
         for name in names - set(FIELDS):
             raise ValueError(f"there is no field {name!r}")
-        _fill_in(prefix, rank=0, local_rank=0, node=0, role="", host="")
+        format_prefix(prefix, rank=0, local_rank=0, node=0, role="", host="")
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         fields = ", ".join(f"{{{name}}}" for name in FIELDS)
         raise ValueError(f"logs: prefix may have the fields {fields}, but {prefix!r} cannot be filled in: {error}") from None

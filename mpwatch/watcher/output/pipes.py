@@ -1,16 +1,16 @@
 """Before a rank starts, open the pipes that become its stdout and stderr."""
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from io import FileIO
 
 from mpwatch.errors import LaunchError
-from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, format_prefix
+from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, format_prefix
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import grow_pipe, open_regular_file
-from mpwatch.watcher.output.rank_stream import LineAssembler, RankStream
+from mpwatch.watcher.output.rank_stream import RankStream, remove_overwritten
 from mpwatch.wire.resource_errors import with_remedy
 
 PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread handles another rank
@@ -35,9 +35,23 @@ class StderrTail:
 
     def last_lines(self) -> str:
         """As a terminal would show them. Empty if the rank has inherited the caller's stderr."""
-        assembler = LineAssembler()
-        text = (assembler.feed(self._tail) + assembler.flush()).decode(errors="replace")
+        text = remove_overwritten(self._tail).rstrip(b"\r").decode(errors="replace")
         return "\n".join(text.splitlines()[int(self._is_cut) :][-TAIL_LINES:])
+
+
+@dataclass(eq=False)
+class OutputPipe:
+    """The output thread's end of the pipe of one stream, and its log file. `stderr_tail` is None for stdout."""
+
+    fd: int
+    file: FileIO | None
+    rank_stream: RankStream
+    stderr_tail: StderrTail | None
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self.file is not None:
+            self.file.close()
 
 
 @dataclass(eq=False)
@@ -47,7 +61,7 @@ class StdioFds:
     stdout: int | None = None
     stderr: int | None = None
     stderr_tail: StderrTail = field(default_factory=StderrTail)
-    pipes: list["OutputPipe"] = field(default_factory=list)
+    pipes: list[OutputPipe] = field(default_factory=list)
 
     @property
     def is_captured(self) -> bool:
@@ -55,77 +69,48 @@ class StdioFds:
         return (self.stdout, self.stderr) != (None, None)
 
 
-@dataclass(eq=False)
-class OutputPipe:
-    """The output thread's end of the pipe of one stream, and its log file. `stderr_tail` is None for stdout."""
+def open_stdio(spec: LogSpec, worker: Worker, child_ends: ExitStack, *, host: str, has_lines: bool) -> StdioFds:
+    """Raises LaunchError and OSError. `child_ends` receives the callbacks that close the child's ends here.
 
-    fd: int
-    file_fd: int | None
-    path: str
-    rank_stream: RankStream
-    stderr_tail: StderrTail | None
+    `has_lines`: whether output is shown in lines with prefixes.
+    """
+    stdio, rank = StdioFds(), worker.rank
+    template = AUTO_PREFIX if spec.prefix is None else spec.prefix
+    facts = {"rank": rank, "local_rank": worker.local_rank, "node": worker.group_rank, "role": worker.role, "host": host}
+    make_prefix = partial(format_prefix, template, **facts)
 
-    def close_file(self) -> None:
-        file_fd, self.file_fd = self.file_fd, None
-        if file_fd is not None:
-            os.close(file_fd)
-
-    def close(self) -> None:
-        os.close(self.fd)
-        self.close_file()
-
-
-class StdioOpener:
-    """`has_lines`: whether output is shown in lines with prefixes."""
-
-    def __init__(self, spec: LogSpec, host: str, *, has_lines: bool) -> None:
-        self._spec, self._host, self._has_lines = spec, host, has_lines
-
-    def open(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
-        """Raises LaunchError and OSError. `child_ends` receives the callbacks that close the child's ends here."""
-        stdio = StdioFds()
-        with ExitStack() as own_ends:
-            stdio.stdout, stdio.stderr = (self._open(stream, worker, stdio, own_ends, child_ends) for stream in STREAMS)
-            own_ends.pop_all()
-        return stdio
-
-    def _open(self, stream: str, worker: Worker, stdio: StdioFds, own_ends: ExitStack, child_ends: ExitStack) -> int | None:
-        route = self._spec.route_of(stream, worker.rank)
-        if route is StreamRoute.INHERIT:
+    def open_stream(stream: str) -> int | None:
+        is_shown, is_written = spec.shows(stream, rank), spec.writes(stream, rank)
+        if spec.inherits(stream):
             return None
-        if route is StreamRoute.DISCARD:
+        if not (is_shown or is_written or stream == "stderr"):  # whose last lines a report has
             return _close_with(child_ends, os.open(os.devnull, os.O_WRONLY))
-        file_fd, path = None, ""
-        if self._spec.writes(stream, worker.rank):
-            path = stdio.stderr_tail.log_files[stream] = self._make_path(stream, worker)
-            file_fd = _close_with(own_ends, _open_file(path, f"the {stream} of rank {worker.rank}"))
+        file = None
+        if is_written:
+            folder = os.path.join(spec.folder_of_run(worker.run_id), f"attempt_{worker.restart_count}", str(rank))
+            path = stdio.stderr_tail.log_files[stream] = os.path.join(folder, f"{stream}.log")
+            file = own_ends.enter_context(_open_file(path, f"the {stream} of rank {rank}"))
         read_fd, write_fd = os.pipe()
         _close_with(own_ends, read_fd)
         _close_with(child_ends, write_fd)
         os.set_blocking(read_fd, False)
         with suppress(OSError):  # a smaller pipe works, too
             grow_pipe(read_fd, PIPE_SIZE)
-        is_shown = self._spec.shows(stream, worker.rank)
-        make_prefix = self._get_prefix(worker) if is_shown and self._has_lines else None
-        rank_stream = RankStream(worker.rank, stream if is_shown else None, make_prefix)
-        stdio.pipes.append(
-            OutputPipe(read_fd, file_fd, path, rank_stream, stdio.stderr_tail if stream == "stderr" else None)
-        )
+        rank_stream = RankStream(rank, stream if is_shown else None, make_prefix if is_shown and has_lines else None)
+        tail = stdio.stderr_tail if stream == "stderr" else None
+        stdio.pipes.append(OutputPipe(read_fd, file, rank_stream, tail))
         return write_fd
 
-    def _get_prefix(self, worker: Worker) -> Callable[[], bytes]:
-        template = AUTO_PREFIX if self._spec.prefix is None else self._spec.prefix
-        return lambda: format_prefix(template, worker, self._host).encode(errors="backslashreplace")
-
-    def _make_path(self, stream: str, worker: Worker) -> str:
-        folder = Path(self._spec.folder_of_run(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
-        return str(folder / f"{stream}.log")
+    with ExitStack() as own_ends:
+        stdio.stdout, stdio.stderr = map(open_stream, STREAMS)
+        own_ends.pop_all()
+    return stdio
 
 
-def _open_file(path: str, what: str) -> int:
+def _open_file(path: str, what: str) -> FileIO:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        return open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return open(path, "ab", buffering=0, opener=open_regular_file)
     except OSError as error:
         text = f"{what} cannot be written to {path!r} (see logs)"
         if isinstance(error, FileNotFoundError):  # in /proc, for example, or in a folder that was deleted

@@ -11,7 +11,7 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-A stream that is neither shown nor written to a file goes to /dev/null, or to the caller's descriptor (StreamRoute).
+A stream that is neither shown nor written to a file goes to /dev/null, or to the caller's descriptor.
 
 Guarantees:
     - No line is lost, as long as the caller's streams accept everything that is written to them.
@@ -32,6 +32,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from io import FileIO
 from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
 
@@ -43,7 +44,7 @@ from mpwatch.os_support.descriptors import write_all
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.output.pipes import OutputPipe, StdioFds, StdioOpener
+from mpwatch.watcher.output.pipes import OutputPipe, StdioFds, open_stdio
 from mpwatch.watcher.output.rank_stream import RankStream
 from mpwatch.watcher.output.sinks import Sink, open_sink
 from mpwatch.wire.resource_errors import with_remedy
@@ -66,8 +67,7 @@ class RankOutput:
     def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
         self._spec, self._deferred_log = spec, deferred_log
         self._shown_ranks = spec.count_shown_ranks(nprocs)
-        has_lines = bool(spec.prefix) or self._shown_ranks > 1
-        self._stdio_opener = StdioOpener(spec, platform.node(), has_lines=has_lines)
+        self._has_lines = bool(spec.prefix) or self._shown_ranks > 1
         with ExitStack() as stack:
             self._jobs = stack.enter_context(closing(Inbox()))
             try:
@@ -91,8 +91,8 @@ class RankOutput:
         self._jobs.post(partial(self._start_call, sinks))
 
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
-        """Raises LaunchError and OSError, and RuntimeError if the output thread cannot be started. See StdioOpener."""
-        stdio = self._stdio_opener.open(worker, child_ends)
+        """Raises LaunchError and OSError, and RuntimeError if the output thread cannot be started. See pipes.py."""
+        stdio = open_stdio(self._spec, worker, child_ends, host=platform.node(), has_lines=self._has_lines)
         if stdio.pipes:
             self._jobs.post(partial(self._add_pipes, stdio.pipes))
             self._start()
@@ -230,8 +230,8 @@ class RankOutput:
             return 0
         if pipe.stderr_tail is not None:
             pipe.stderr_tail.feed(data)
-        if pipe.file_fd is not None:
-            self._write_to_file(pipe, pipe.file_fd, data)
+        if pipe.file is not None:
+            self._write_to_file(pipe, pipe.file, data)
         self._show(pipe.rank_stream, pipe.rank_stream.feed(data, monotonic()))
         return len(data)
 
@@ -241,12 +241,13 @@ class RankOutput:
         self._selector.unregister(pipe.fd)
         pipe.close()
 
-    def _write_to_file(self, pipe: OutputPipe, file_fd: int, data: bytes) -> None:
+    def _write_to_file(self, pipe: OutputPipe, file: FileIO, data: bytes) -> None:
         try:
-            write_all(file_fd, data)
+            write_all(file.fileno(), data)
         except OSError as error:
-            pipe.close_file()
-            self._deferred_log.warning("the log file %s is incomplete: %s", pipe.path, error)
+            pipe.file = None
+            file.close()
+            self._deferred_log.warning("the log file %s is incomplete: %s", file.name, error)
 
     def _show(self, rank_stream: RankStream, data: bytes) -> None:
         stream = rank_stream.stream

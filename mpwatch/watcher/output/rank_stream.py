@@ -21,31 +21,8 @@ REPEATED_RETURNS = re.compile(rb"\r{2,}")  # same effect as one
 CURSOR_CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")  # move the cursor, erase, scroll, set a mode
 
 
-class LineAssembler:
-    """Makes the lines that a terminal would show."""
-
-    def __init__(self) -> None:
-        self._unfinished = b""  # the line without a newline so far
-
-    def feed(self, data: bytes) -> bytes:
-        """Add bytes that the rank has written, and return the lines that are now complete, each with its newline."""
-        end = data.rfind(b"\n") + 1
-        complete = b"".join((self._unfinished, memoryview(data)[:end])) if end else b""
-        self._unfinished = _remove_overwritten(data[end:] if end else self._unfinished + data)
-        too_long = self.flush() if len(self._unfinished) > MAX_LINE_BYTES else b""
-        return _remove_overwritten(complete) + too_long
-
-    @property
-    def unfinished_line(self) -> bytes:
-        """The visible text of the line that has no newline yet."""
-        return self._unfinished.rstrip(b"\r")
-
-    def flush(self) -> bytes:
-        line, self._unfinished = self.unfinished_line, b""
-        return line + b"\n" if line else b""
-
-
-def _remove_overwritten(text: bytes) -> bytes:
+def remove_overwritten(text: bytes) -> bytes:
+    """Return the lines that a terminal would show. The last one may be unfinished, and end with a carriage return."""
     if b"\x1b" in text:
         text = CURSOR_CONTROLS.sub(b"", text)
     if b"\r" in text:
@@ -56,11 +33,11 @@ def _remove_overwritten(text: bytes) -> bytes:
 class RankStream:
     """`make_prefix` is None for passthrough. `stream` is None if it is not shown."""
 
-    def __init__(self, rank: int, stream: str | None, make_prefix: Callable[[], bytes] | None) -> None:
+    def __init__(self, rank: int, stream: str | None, make_prefix: Callable[[], str] | None) -> None:
         self.stream = stream
         self._rank = rank
         self._make_prefix = make_prefix
-        self._assembler = LineAssembler()
+        self._unfinished = b""  # the line without a newline so far
         self._shown = b""  # the state of the unfinished line that was shown last
         self.due_at = math.inf  # when the unfinished line is shown next
 
@@ -68,28 +45,31 @@ class RankStream:
         """Return the lines that are now complete, but not one that was shown without its newline."""
         if self._make_prefix is None:
             return data
-        lines, shown = self._assembler.feed(data), self._shown
+        end, shown = data.rfind(b"\n") + 1, self._shown
+        lines = remove_overwritten(self._unfinished + data[:end]) if end else b""
+        self._unfinished = remove_overwritten(data[end:] if end else self._unfinished + data)
+        if len(self._unfinished) > MAX_LINE_BYTES:
+            lines, self._unfinished = lines + self._unfinished.rstrip(b"\r") + b"\n", b""
         if lines:
             self._shown, self.due_at = b"", math.inf
-        if self._assembler.unfinished_line not in (b"", self._shown):
+        if self._unfinished.rstrip(b"\r") not in (b"", self._shown):
             self.due_at = min(self.due_at, now + SHOW_SECONDS)
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
         """Return the unfinished line with a newline, unless it is empty or was shown."""
-        line, shown = self._assembler.unfinished_line, self._shown
+        line, shown = self._unfinished.rstrip(b"\r"), self._shown
         self._shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
 
     def end_line(self) -> bytes:
         """Do the same. The next byte begins a new line."""
         update = self.take_update()
-        self._assembler.flush()
-        self._shown = b""
+        self._unfinished = self._shown = b""
         return update
 
     def add_prefix(self, lines: bytes, *, is_coloured: bool) -> bytes:
-        prefix = b"" if self._make_prefix is None else self._make_prefix()
+        prefix = b"" if self._make_prefix is None else self._make_prefix().encode(errors="backslashreplace")
         if not prefix:
             return lines
         if is_coloured:

@@ -1,9 +1,10 @@
 """Sinks: the caller's stdout and stderr, to which the output thread writes what the ranks print.
 
-    sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
-    any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
+    sys.stdout is a file, pipe or terminal     FileSink    bytes, to a second descriptor of the same file
+    any other object: a notebook cell, a test  TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too.
+`write` and `flush` raise what the stream raises. `close` leaves the caller's stream open. If the reader of a stream is slow,
+the output thread waits for the reader, and the ranks may wait, too.
 """
 
 import codecs
@@ -12,26 +13,15 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, copy_context
-from typing import IO, Any, Protocol
+from typing import IO
 
 # Their bytes go to the descriptor unchanged. A file opened by gzip has a descriptor, too, but does not do so.
 RAW_STREAMS = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
-class Sink(Protocol):
-    """`write` and `flush` raise what the stream raises. `close` leaves the caller's stream open."""
-
-    has_colours: bool  # whether prefixes have
-
-    def write(self, data: bytes) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_sink(stream: IO[str] | None) -> Sink | None:
+def open_sink(stream: IO[str] | None) -> "Sink | None":
     """Return None if there is no open stream. For the caller's thread, whose contextvars choose the cell of a notebook."""
     if stream is None:
         return None
@@ -40,13 +30,13 @@ def open_sink(stream: IO[str] | None) -> Sink | None:
             return None
         if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, RAW_STREAMS):
             stream.flush()  # what the caller printed before comes first
-            return _FileSink(stream)
+            return FileSink(stream)
     except (OSError, ValueError):  # detached or in memory; or its reader is gone; or no descriptor is left
         pass
-    return _TextSink(stream, copy_context())
+    return TextSink(stream, copy_context())
 
 
-class _FileSink:
+class FileSink:
     """Writes bytes to the file, pipe or terminal behind the caller's stream, to which the caller may write at any time, too.
 
     To keep lines whole, each write to a pipe has at most PIPE_BUF bytes, which makes it atomic, and ends at the end of a
@@ -81,7 +71,7 @@ class _FileSink:
         return len(data) if len(data) <= limit else data.rfind(b"\n", at, limit) + 1 or limit
 
 
-class _TextSink:
+class TextSink:
     """Writes text to any object with a method `write`, which runs with the contextvars of the caller's thread."""
 
     def __init__(self, stream: IO[str], context: Context) -> None:
@@ -89,18 +79,17 @@ class _TextSink:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def write(self, data: bytes) -> None:
-        self._call(self._stream.write, self._decode(data))
+        self._context.run(self._stream.write, self._decode(data))
 
     def flush(self) -> None:
-        flush = getattr(self._stream, "flush", None)
-        if flush is not None:
-            self._call(flush)
+        if hasattr(self._stream, "flush"):
+            self._context.run(self._stream.flush)
 
     def close(self) -> None:
         pass
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> None:
-        self._context.run(function, *args)
+
+Sink = FileSink | TextSink
 
 
 def _shows_colours(stream: IO[str]) -> bool:
