@@ -9,23 +9,11 @@ return by themselves.
 from collections.abc import Collection, Iterable, Mapping
 
 from mpwatch.os_support.signals import name_signal
-from mpwatch.results.failure import TEXT_LIMIT, format_ranks, summarize_exception
+from mpwatch.results.failure import format_ranks
 from mpwatch.results.model import Attempt, Progress
 
 FATE_LINES = 30  # groups of ranks; further groups are counted
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
-# Evidence of failures, as phrases that follow the name of the rank or what happened to it.
-KEPT_PEERS_WAITING = "kept its peers waiting"
-KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
-KEPT_OTHER_NODES_WAITING = "kept its peers on other nodes waiting"
-EXITED_BEFORE_TEXT = "the rank ended before the text of the exception was made"
-TEXT_DID_NOT_END = "making the text of the exception did not end in time"
-EXITED_DURING_TEXT = "its function had raised an exception, and the rank ended while the exception's text was made"
-GLOO_SIZE = "gloo ended it: a peer sent more data than it expected, so tensors or splits differ between the ranks"
-NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
-# What has ended a run.
-STOPPED_BY_CALLER = "the run was stopped: terminate() was called"
-STOPPED_WHILE_IDLE = "the run was stopped: a stop was requested"  # while no rank was running
 STOPPED_AT_EXIT = "the run was stopped: the program ended"
 
 
@@ -92,13 +80,3 @@ def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"and {format_count(len(groups) - FATE_LINES, 'more group')} of ranks"]
     return f"{text}: {'; '.join(groups)}"
-
-
-def format_not_ready(start_timeout: float) -> str:
-    return f"its interpreter was not ready after {start_timeout:g} s"
-
-
-def format_unloadable_value(kind: str, error: BaseException) -> str:
-    """Say that the caller could not unpickle a return value of type `kind`, because of `error`."""
-    why = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
-    return f"its return value cannot be rebuilt in the caller: it is of type {kind} ({why}); return plain data instead"

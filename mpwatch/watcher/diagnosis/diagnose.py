@@ -182,7 +182,7 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
         return []
     running = _get_running(attempt, result.failures)
     missing = sorted(find_ranks_outside_collectives(running))
-    return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING) for rank in missing]
+    return [build_hang(attempt, running[rank], at, "kept its peers on other nodes waiting") for rank in missing]
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
@@ -250,7 +250,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
     has_timed_out = not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
     if has_timed_out and all(failure.is_secondary for failure in failures.values()):
         return {
-            rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT)
+            rank: build_hang(attempt, running[rank], at, "kept its peers waiting until they timed out")
             for rank in find_ranks_outside_collectives(running)
         }
     return {}
@@ -275,7 +275,7 @@ def _find_silent_ranks(
             why += f"; it {evidence[rank]}"
         hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=is_victim)
     for rank in to_blame - silent:
-        hangs[rank] = build_hang(attempt, running[rank], stopped_at, evidence.get(rank, texts.KEPT_PEERS_WAITING))
+        hangs[rank] = build_hang(attempt, running[rank], stopped_at, evidence.get(rank, "kept its peers waiting"))
     return hangs
 
 
@@ -311,9 +311,9 @@ def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, Pr
 
 def format_interrupt(signum: int, cause: InterruptCause) -> str:
     if cause is InterruptCause.STOP:
-        return texts.STOPPED_BY_CALLER
-    if cause is InterruptCause.STOP_REQUEST:
-        return texts.STOPPED_WHILE_IDLE
+        return "the run was stopped: terminate() was called"
+    if cause is InterruptCause.STOP_REQUEST:  # while no rank was running
+        return "the run was stopped: a stop was requested"
     return texts.STOPPED_AT_EXIT if cause is InterruptCause.PROGRAM_END else texts.format_signal(signum)
 
 

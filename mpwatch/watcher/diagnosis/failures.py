@@ -8,9 +8,8 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-from mpwatch.results import report as texts
 from mpwatch.results.collective import CollectiveState
-from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
+from mpwatch.results.failure import TEXT_LIMIT, FailureKind, ProcessFailure, add_summary, summarize_exception
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
@@ -55,7 +54,8 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Pr
     if answer is not None and answer.kind is not MessageKind.RETURNED and is_before_stop(attempt, answer.stamp):
         return _build_reported(attempt, observed, answer)
     if observed.worker.rank in attempt.never_ready:
-        at, why = attempt.stopped_at or attempt.run_started_at, texts.format_not_ready(attempt.start_timeout)
+        at = attempt.stopped_at or attempt.run_started_at
+        why = f"its interpreter was not ready after {attempt.start_timeout:g} s"
         stderr = observed.startup_output or observed.stderr
         return _build(attempt, observed, at, FailureKind.START, evidence=why, stderr=stderr)
     if answer is None and died_at is not None and _died_by_itself(attempt, observed, died_at):
@@ -110,7 +110,9 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
         cls = MemoryError if isinstance(error, MemoryError) else OSError
         explained = cls(with_remedy("the return value could not be rebuilt in the caller", error))
     else:
-        explained = TypeError(texts.format_unloadable_value(kind, error))
+        why = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
+        text = f"its return value cannot be rebuilt in the caller: it is of type {kind} ({why}); return plain data instead"
+        explained = TypeError(text)
     explained.__cause__ = error
     return explained
 
@@ -153,8 +155,9 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> ProcessFailure:
     """The rank has announced an exception (message FAILING), but not sent it."""
-    exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
-    why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
+    why = "making the text of the exception did not end in time"
+    if observed.exit_code is not None and -observed.exit_code not in observed.signals_sent:
+        why = "the rank ended before the text of the exception was made"
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)
 
 
@@ -185,9 +188,11 @@ def _build_death(attempt: AttemptObservations, observed: RankObservations, at: f
 
 def _find_evidence(observed: RankObservations) -> str:
     if observed.raised_at is not None and observed.answer is None:
-        return texts.EXITED_DURING_TEXT
-    if (peer_error := get_death_kind(observed)) is not None:
-        return texts.GLOO_SIZE if peer_error is PeerErrorKind.OTHER_SIZE else texts.NCCL_WATCHDOG
+        return "its function had raised an exception, and the rank ended while the exception's text was made"
+    if (peer_error := get_death_kind(observed)) is PeerErrorKind.OTHER_SIZE:
+        return "gloo ended it: a peer sent more data than it expected, so tensors or splits differ between the ranks"
+    if peer_error is not None:
+        return "NCCL's watchdog: a peer did not come to a collective in time"
     if not observed.was_ready and observed.exit_code is not None and observed.exit_code >= 0:
         return f"its interpreter ended with exit code {observed.exit_code}"
     return observed.oom_proof
