@@ -4,7 +4,7 @@ statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: 
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,24 +82,16 @@ class SnapshotBuilder:
     """Makes snapshots, and keeps what later ones need, for example to compute rates."""
 
     def __init__(self) -> None:
-        # The key is the node and the local rank, since the global rank of the next process may differ on several nodes.
-        self._histories: dict[tuple[int, int], _RankHistory] = {}
+        # By node, local rank and process. On several nodes, the global rank of the next process may differ.
+        self._histories: dict[tuple[int, int, int | None], _RankHistory] = defaultdict(_RankHistory)
 
     def update(self, statuses: Sequence[RankStatus]) -> Snapshot:
-        rows = [self._history_of(status).update(status) for status in statuses]
+        rows = [self._histories[status.node, status.local_rank, status.pid].update(status) for status in statuses]
         return Snapshot(overall=_find_overall_progress(rows), rows=rows)
-
-    def _history_of(self, status: RankStatus) -> "_RankHistory":
-        key = status.node, status.local_rank
-        history = self._histories.get(key)
-        if history is None or history.pid != status.pid:  # the first status of this process
-            history = self._histories[key] = _RankHistory(status.pid)
-        return history
 
 
 class _RankHistory:
-    def __init__(self, pid: int | None) -> None:
-        self.pid = pid
+    def __init__(self) -> None:
         self._steps = RateEstimator(RATE_SECONDS)
         self._cpu = RateEstimator(CPU_SECONDS)
         self._memory: int | None = None

@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import Any
 
 from mpwatch.live_view.formatting import COLUMN_TITLES, format_overall, format_row, format_summary, is_summarized
+from mpwatch.live_view.live import Display
 from mpwatch.live_view.model import Snapshot
 from mpwatch.results.html import make_table
 
 
-class NotebookDisplay:
+class NotebookDisplay(Display):
     period = 0.5
 
     def __init__(self) -> None:
@@ -20,12 +21,6 @@ class NotebookDisplay:
             self._display_handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
         else:
             self._display_handle.update(bundle, raw=True)
-
-    def pause(self) -> None:
-        """Do nothing, because other output of the cell does not change the table."""
-
-    def close(self, snapshot: Snapshot) -> None:
-        self.show(snapshot)
 
 
 def render_html(snapshot: Snapshot) -> str:

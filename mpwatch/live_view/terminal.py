@@ -7,6 +7,7 @@ import os
 from typing import ClassVar, TextIO
 
 from mpwatch.live_view.formatting import format_overall
+from mpwatch.live_view.live import Display
 from mpwatch.live_view.model import Snapshot
 from mpwatch.live_view.rich_rows import render
 from mpwatch.live_view.scroll_region import ScrollRegion, go_to_line_start
@@ -15,7 +16,7 @@ from mpwatch.live_view.tty import is_foreground, is_writable
 WRITE_SECONDS = 1.0  # if the terminal takes no output for this time, nothing is written
 
 
-class TerminalDisplay:
+class TerminalDisplay(Display):
     period = 0.25
     is_in_use: ClassVar = False
     """Whether a view is in the terminal, which has room for one."""
