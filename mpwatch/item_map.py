@@ -220,13 +220,13 @@ def map(
     with suppress(Exception):  # a length is not needed, and `__len__` may raise anything
         total = len(items)  # type: ignore[arg-type]
     item_map = ItemMap(
-        fn,
-        queue,
-        partial(select_item_view, spec.progress, total),
-        {"nprocs": nprocs, **options, "progress": False},  # the view is that of the items
+        fn=fn,
+        queue=queue,
+        make_view=partial(select_item_view, spec.progress, total),
+        options={"nprocs": nprocs, **options, "progress": False},  # the view is that of the items
         buffersize=buffersize,
         ordered=ordered,
-        on_error=on_error,
+        yields_failures=on_error == "yield",
     )
     return item_map.run()
 
@@ -246,37 +246,27 @@ class _Feed:
         self.has_loaded, self.loss = False, reason
 
 
+@dataclass(eq=False, kw_only=True)
 class ItemMap:
     """One call of `map`. `options` are those of its WorkerGroup. `make_view` gets a function that counts the items."""
 
-    def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        queue: ItemQueue,
-        make_view: Callable[[Callable[[], tuple[int, int]]], View | None],
-        options: dict[str, Any],
-        *,
-        buffersize: int | None,
-        ordered: bool,
-        on_error: Literal["raise", "yield"],
-    ) -> None:
-        self._fn = fn
-        self._queue = queue
-        self._make_view = make_view
-        self._buffersize = buffersize
-        self._options = options
-        self._ordered = ordered
-        self._yields_failures = on_error == "yield"
-        self._outcomes: list[IndexedValue] = []  # that were not yielded yet
-        self._next_index = 0  # of the value that is yielded next, if they are yielded in order
-        self._feeds: list[_Feed] = []
-        self._done_count = self._failed_count = 0
-        self._losses_at_start = 0  # since a rank has loaded the function
-        self._dealt_at = 0.0  # CLOCK_MONOTONIC
-        self._group: WorkerGroup
-        self._load_payload: Payload  # the call of `load`
-        self._bar: ViewDriver
-        self._reports: ViewDriver  # of the ranks
+    fn: Callable[[Any], Any]
+    queue: ItemQueue
+    make_view: Callable[[Callable[[], tuple[int, int]]], View | None]
+    options: dict[str, Any]
+    buffersize: int | None
+    ordered: bool
+    yields_failures: bool
+    _outcomes: list[IndexedValue] = field(default_factory=list)  # that were not yielded yet
+    _next_index: int = 0  # of the value that is yielded next, if they are yielded in order
+    _feeds: list[_Feed] = field(default_factory=list)
+    _done_count: int = 0
+    _failed_count: int = 0
+    _losses_at_start: int = 0  # since a rank has loaded the function
+    _dealt_at: float = 0.0  # CLOCK_MONOTONIC
+    _group: WorkerGroup = field(init=False)
+    _load_payload: Payload = field(init=False)  # the call of `load`
+    _bar: ViewDriver = field(init=False)
 
     def run(self) -> Generator[Any, None, None]:
         """Yield the value or the ItemFailure of each item in order, or else with the item's index, as they arrive."""
@@ -289,10 +279,9 @@ class ItemMap:
     def _run(self) -> Generator[Any, None, None]:
         waiting: dict[int, Any] = {}
         with ExitStack() as stack:
-            self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self._fn}, None))))
-            self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self._options))
-            self._reports = self._group._ranks.make_progress_driver()
-            make_view = partial(self._make_view, lambda: (self._done_count, self._failed_count))
+            self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self.fn}, None))))
+            self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self.options))
+            make_view = partial(self.make_view, lambda: (self._done_count, self._failed_count))
             self._bar = ViewDriver(make_view, lambda show: show(()), lambda _: True)
             stack.callback(self._close_bar, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
@@ -300,7 +289,7 @@ class ItemMap:
                 while self._deal():
                     self._receive()
                     outcomes, self._outcomes = self._outcomes, []
-                    if not self._ordered:
+                    if not self.ordered:
                         yield from outcomes
                         continue
                     waiting.update(outcomes)
@@ -321,17 +310,15 @@ class ItemMap:
         """Give items to free ranks. Return whether there are more outcomes to come."""
         self._dealt_at = monotonic()
         end = 1 << 62
-        if self._ordered:
-            end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
-        may_have_items = not self._queue.is_exhausted or self._queue.has_waiting
+        if self.ordered:
+            end = self._next_index + (self.buffersize or BUFFER_PER_RANK * len(self._feeds))
         for feed in self._feeds:
-            if feed.call is None and not feed.has_loaded and may_have_items:
+            if feed.call is None and not feed.has_loaded and self.queue.has_items:
                 self._start(feed)
         for feed in self._feeds:
-            while feed.call is None and feed.has_loaded and (tasks := self._queue.take_chunk(end)):
+            while feed.call is None and feed.has_loaded and (tasks := self.queue.take_chunk(end)):
                 self._send(feed, tasks)  # or put them back, to be sent one by one
-        has_items = self._queue.has_waiting or not self._queue.is_exhausted
-        return has_items or bool(self._outcomes) or any(feed.tasks for feed in self._feeds)
+        return self.queue.has_items or bool(self._outcomes) or any(feed.tasks for feed in self._feeds)
 
     def _start(self, feed: _Feed) -> None:
         """Let the rank load the function. If the rank has died, it is started before."""
@@ -340,15 +327,13 @@ class ItemMap:
             feed.loss = ""
         feed.call, feed.sent = self._group._ranks.make_call(self._load_payload, feed.rank), 0
 
-    def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
+    def _send(self, feed: _Feed, tasks: list[Task]) -> None:
         try:
             payload = pack_items(run_items, {f"items[{task.index}]": task.item for task in tasks})
         except LaunchError as error:
             if len(tasks) > 1:
-                for task in tasks:
-                    task.is_single = True
-                self._queue.put_back(tasks)
-            elif self._yields_failures:
+                self.queue.put_back_singly(tasks)
+            elif self.yields_failures:
                 self._fail_without_call(feed, tasks[0], error)
             else:
                 raise
@@ -362,15 +347,12 @@ class ItemMap:
         self._group._check_process("map")
         self._bar.update()
         if not self._outcomes:
-            due_at, now = self._queue.due_at, monotonic()
-            # If it was due already when the free ranks got their items, it waits for a free rank.
-            deadline = due_at if due_at is not None and due_at > self._dealt_at else math.inf
-            for driver in (self._bar, self._reports):
-                seconds = driver.seconds_to_next_update()
-                deadline = deadline if seconds is None else min(deadline, now + seconds)
+            # Items that were due when the free ranks got theirs wait for a free rank.
+            due_at = self.queue.due_at if self.queue.due_at > self._dealt_at else math.inf
+            deadline = min(due_at, self._bar.next_update_at)
             calls = [feed.call for feed in self._feeds if feed.call is not None]
             has_news = lambda: any(call.values or call.has_ended() for call in calls)  # noqa: E731
-            self._group._ranks.follow(calls, has_news, deadline, self._reports.update)
+            self._group._ranks.follow(calls, has_news, deadline)
         for feed in self._feeds:
             if feed.call is not None:
                 self._read(feed, feed.call)
@@ -417,23 +399,17 @@ class ItemMap:
         evidence = call.evidence
         if evidence is None:  # it was refused
             feed.lose(LOST_RANK)
+        elif evidence.stop_reason is StopReason.SUCCEEDED:
+            self._end_success(feed, call)
         else:
-            self._reports.show_end(evidence)
-            end = self._end_success if evidence.stop_reason is StopReason.SUCCEEDED else self._end_failure
-            end(feed, call, evidence)
-        self._queue.put_back(feed.tasks)
+            self._end_failure(feed, call, evidence)
+        self.queue.put_back([*feed.tasks])
         feed.tasks.clear()
         feed.call = None
 
-    def _end_success(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> None:
+    def _end_success(self, feed: _Feed, call: Call) -> None:
         if feed.has_loaded:
-            answer = evidence.ranks[feed.rank].answer
-            assert answer is not None  # it has returned
-            self._load_value(feed, answer.body if answer.file is None else answer.file)
-            if feed.tasks:
-                self._queue.shrink_chunks(feed.sent - len(feed.tasks))
-            else:
-                self._queue.enlarge_chunks(feed.sent)
+            self.queue.adapt_chunks(feed.sent, feed.sent - len(feed.tasks))
         else:
             feed.has_loaded, self._losses_at_start = True, 0
         if call.ended_ranks:
@@ -452,8 +428,8 @@ class ItemMap:
                 raise make_error(result)
         elif feed.sent > 1 and evidence.ranks[feed.rank].heartbeat.beat_at is None:
             # The rank could not unpickle the items. Any of them may be to blame, so they are sent again one by one.
-            for task in feed.tasks:
-                task.is_single = True
+            self.queue.put_back_singly(feed.tasks)
+            feed.tasks.clear()
         elif feed.tasks:
             task = feed.tasks.popleft()
             reason = f"{name_item(task.index, _format_item(task.item))} failed: {format_failure(cause)}"
@@ -464,7 +440,7 @@ class ItemMap:
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> None:
         """Let an item fail, or be tried again. Can raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
-        decision = self._queue.fail(task, failed_attempt)
+        decision = self.queue.fail(task, failed_attempt)
         text = _format_item(task.item)
         if decision.delay is not None:
             log_now(
@@ -477,7 +453,7 @@ class ItemMap:
         reason = decision.no_restart_reason
         item_failure = ItemFailure(index=task.index, item=text, failure=failure, attempts=task.attempts, reason=reason)
         self._failed_count += 1
-        if not self._yields_failures:
+        if not self.yields_failures:
             raise ItemFailedError(result, item_failure)
         self._outcomes.append((task.index, item_failure))
 

@@ -186,8 +186,7 @@ class Driver:
 
     def _wait(self) -> None:
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
-        until_update = self._view.seconds_to_next_update()
-        seconds = min(due_at - monotonic(), math.inf if until_update is None else until_update)
+        seconds = min(due_at, self._view.next_update_at) - monotonic()
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:

@@ -12,7 +12,16 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from mpwatch.events.types import CallStarted, Event, HeartbeatLate, Stopping, WorkerExited, WorkerReady, WorkerSucceeded
+from mpwatch.events.types import (
+    CallStarted,
+    Event,
+    HeartbeatLate,
+    Progressed,
+    Stopping,
+    WorkerExited,
+    WorkerReady,
+    WorkerSucceeded,
+)
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit, format_ranks
@@ -73,6 +82,7 @@ class Call:
         self.known_stage: m.CallStage | None = None  # what the event loop has acted upon
         self.known_outcome: tuple[m.StopReason | None, int | None] = (None, None)
         self.known_stop_request: m.StopRequested | None = None
+        self._reported_at: dict[int, float] = {}  # by rank: the time of the last report that was published
 
     def begin(
         self, members: Iterable[Rank], machine: CallMachine, monitor: CollectiveMonitor, spec: GroupSpec, events: EventBus
@@ -121,6 +131,15 @@ class Call:
     def publish_started(self) -> None:
         if not self.is_restart:
             self._publish(CallStarted, *self.members)
+
+    def publish_reports(self) -> None:
+        """Publish the last report of each rank, unless it was published before."""
+        for number, observed in self.observed.items():
+            report = observed.heartbeat.report
+            if report is not None and report.at != self._reported_at.get(number):
+                self._reported_at[number] = report.at
+                facts = {"step": report.step, "total": report.total, "metrics": report.metrics}
+                self._publish(Progressed, number, at=report.at, **facts)
 
     def _publish(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
         self._events.publish(kind, ranks, at=at, attempt=self.attempt, **details)

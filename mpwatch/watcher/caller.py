@@ -56,7 +56,7 @@ class Caller:
         )
         self.is_over = False
         self._has_begun = False
-        self._drivers: list[ViewDriver] = []
+        self._view: ViewDriver | None = None
         self.signals = Signals(watcher, call)
         add_call(self.signals.request_stop)
         if threading.current_thread() is threading.main_thread():
@@ -74,7 +74,7 @@ class Caller:
             self._has_begun = True
             self.watcher.start()
             if self._call is not None or not self.watcher.keeps_ranks:
-                self._open_views()
+                self._open_view()
             self.signals.is_in_user_code = True
             try:
                 value = body()
@@ -95,11 +95,10 @@ class Caller:
             self.watcher.outbox.remove_waiting(wakeup)
         return value
 
-    def _open_views(self) -> None:
+    def _open_view(self) -> None:
         call, ask = self._call, partial(self.watcher.post, self.watcher.loop.send_statuses)
-        for make_view in (self._make_view, self.watcher.make_progress_events):
-            self._drivers.append(ViewDriver(make_view, ask, lambda rank: call is None or rank in call.ranks))
-        self.signals.suspension.view = self._drivers[0]
+        self._view = ViewDriver(self._make_view, ask, lambda rank: call is None or rank in call.ranks)
+        self.signals.suspension.view = self._view
 
     def wait(self, until: Callable[[], bool], deadline: float = math.inf) -> None:
         """Wait until `until()` is true, at most to a time of CLOCK_MONOTONIC. Raise what has ended the watcher thread."""
@@ -111,8 +110,8 @@ class Caller:
         """Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock."""
         self._run_callbacks()
         while not (until() or self.watcher.is_finished) and (now := monotonic()) < deadline:
-            waits = [seconds for driver in self._drivers if (seconds := driver.seconds_to_next_update()) is not None]
-            seconds = min([*waits, deadline - now])
+            next_update_at = math.inf if self._view is None else self._view.next_update_at
+            seconds = max(0.0, min(deadline, next_update_at) - now)
             debugger = self.watcher.get_debugger(self)
             self.signals.wait_for_wakeup(
                 seconds if seconds < math.inf else None, () if debugger is None else debugger.connections
@@ -125,19 +124,19 @@ class Caller:
             self.signals.suspension.suspend()
             self.watcher.outbox.run_all()
             self.serve()
-            self._update_views()
+            self._update_view()
             self._print_stacks()
             if (debugger := self.watcher.get_debugger(self)) is not None:
                 debugger.serve(self.signals, self.signals.suspension.view)
         finally:
             self.signals.is_in_user_code = was_in_user_code
 
-    def _update_views(self) -> None:
+    def _update_view(self) -> None:
         """If SIGTSTP comes during an update, the program is suspended after it."""
         self.signals.is_drawing = True
         try:
-            for driver in self._drivers:
-                driver.update()
+            if self._view is not None:
+                self._view.update()
         finally:
             self.signals.is_drawing = False
         self.signals.suspension.suspend()
@@ -168,8 +167,8 @@ class Caller:
         try:
             if self.watcher.is_finished:
                 self.watcher.join()
-            for driver in self._drivers:
-                driver.close(self.list_attempts())
+            if self._view is not None:
+                self._view.close(self.list_attempts())
         finally:
             self.signals.restore()
         self.watcher.outbox.run_all()

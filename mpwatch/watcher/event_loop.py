@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from mpwatch.events.types import SlowRank, WorkerReady, WorkerStarted
+from mpwatch.events.types import Progressed, SlowRank, WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit, format_ranks
@@ -55,6 +55,7 @@ from mpwatch.watcher.visitors import Visitor, Visitors
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.stop_step import HOLD_SECONDS
 
+REPORT_SECONDS = 0.25  # between two looks at what the ranks have reported
 RESIST_SECONDS = 1.0  # after Ctrl-C: then the ranks that have not ended are named
 
 
@@ -377,6 +378,8 @@ class EventLoop:
         if spec.heartbeat_timeout is not None and not self._looks_for_heartbeats:
             self._looks_for_heartbeats = True
             self.timers.call_at(monotonic() + spec.heartbeat_timeout, partial(self._warn_without_heartbeats, call))
+        if self._event_bus.wants(Progressed):
+            self.timers.call_at(monotonic() + REPORT_SECONDS, partial(self._publish_reports, call))
         if self.stop_request is not None and self._node is None:
             self._handle(call, self.stop_request)
         while call.before_begin:
@@ -392,6 +395,14 @@ class EventLoop:
         elif all(rank.slot.read_heartbeat_time() is None for rank in ranks):
             text = "no rank has called report() or heartbeat() in %g s, so heartbeat_timeout=%g does not apply yet"
             self._deferred_log.warning(text, limit, limit)
+
+    def _publish_reports(self, call: Call) -> None:
+        if call.evidence is None:
+            for rank in call.members.values():
+                if not rank.is_reaped:
+                    self._reader.read_slot(rank)
+            call.publish_reports()
+            self.timers.call_at(monotonic() + REPORT_SECONDS, partial(self._publish_reports, call))
 
     def _pass_on(self, event: m.Event, call: Call) -> None:
         if call in self._calls:
@@ -611,6 +622,8 @@ class EventLoop:
                 self._reader.take_stacks(rank)
         else:
             call.log_exit_problems(self._deferred_log)
+        if call.payload is not None:
+            call.publish_reports()
         call.evidence = call.make_evidence(self._hostname, "" if is_kept else self._oom.take_other_kills())
         self._calls.remove(call)
         if self._keep_ranks:

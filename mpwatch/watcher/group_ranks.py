@@ -31,7 +31,7 @@ from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
+from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
@@ -184,17 +184,10 @@ class GroupRanks:
         with open_standard_descriptors(), self._lock:
             self._start_ranks(self._get_running_watcher(), [rank])
 
-    def make_progress_driver(self) -> ViewDriver:
-        watcher = self._get_watcher()
-        return ViewDriver(watcher.make_progress_events, partial(watcher.post, watcher.loop.send_statuses), lambda _: True)
-
-    def follow(
-        self, calls: Collection[Call], until: Callable[[], bool], deadline: float, serve: Callable[[], object]
-    ) -> None:
+    def follow(self, calls: Collection[Call], until: Callable[[], bool], deadline: float) -> None:
         """Begin the new calls, and wait as `Caller.wait` does. After a signal, wait until all are over, and deliver it."""
         watcher = self._get_running_watcher()
         caller = self._make_caller(watcher, ends_ranks=True)
-        caller.serve = serve
         caller.signals.close_stop_requests()
 
         def is_stopped() -> bool:

@@ -5,12 +5,12 @@
                              |             |-- it died at the first item without a value --> fail --> give up, or later again
                              `-------------'-- the items after that one: put_back
 
-Items are taken in this order: failed items whose delay is over, items that were put back, new items.
+What was put back, or waits for another try, comes before new items.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ class Task:
     index: int
     item: Any
     attempts: int = 0  # how many times the item has failed
-    is_single: bool = False  # whether the item must be sent without other items
     budget: RestartBudget | None = None
 
 
@@ -36,39 +35,50 @@ class ItemQueue:
 
     def __init__(self, items: Iterable[Any], *, chunksize: int | None, policy: RestartPolicy) -> None:
         self._new: Iterator[tuple[int, Any]] = enumerate(items)
-        self._max_limit = chunksize or MAX_CHUNKSIZE
-        self._policy = policy
-        self._limit = chunksize or 1
-        self._returned: deque[Task] = deque()
-        self._delayed: list[tuple[float, int, Task]] = []  # a heap: due time, index
         self._next_index = 0
-        self.is_exhausted = False  # whether all items have been taken once
+        self._is_exhausted = False  # there are no new items
+        self._waiting: list[tuple[float, int, list[Task]]] = []  # a heap: when they are due, the index of the first
+        self._policy = policy
+        self._max_limit = chunksize or MAX_CHUNKSIZE
+        self._limit = chunksize or 1
+
+    @property
+    def has_items(self) -> bool:
+        return bool(self._waiting) or not self._is_exhausted
+
+    @property
+    def due_at(self) -> float:
+        """When the next waiting items are due, by CLOCK_MONOTONIC, or infinity if none wait."""
+        return self._waiting[0][0] if self._waiting else math.inf
 
     def take_chunk(self, end: int) -> list[Task]:
-        if self._delayed and self._delayed[0][0] <= monotonic():
-            return [heapq.heappop(self._delayed)[2]]
-        if self._returned and self._returned[0].is_single:
-            return [self._returned.popleft()]
+        """Of new items, take only those before the index `end`."""
+        now = monotonic()
+        if self.due_at <= now:
+            _, _, waiting = heapq.heappop(self._waiting)
+            self.put_back(waiting[self._limit :])
+            return waiting[: self._limit]
         chunk: list[Task] = []
-        while self._returned and not self._returned[0].is_single and len(chunk) < self._limit:
-            chunk.append(self._returned.popleft())
-        if chunk or self.is_exhausted:
-            return chunk
-        deadline = monotonic() + COLLECT_SECONDS
-        while len(chunk) < self._limit and not self.is_exhausted and self._next_index < end:
-            if chunk and monotonic() > deadline:
+        while not self._is_exhausted and self._next_index < end and len(chunk) < self._limit:
+            if chunk and monotonic() > now + COLLECT_SECONDS:
                 break
             try:
                 index, item = next(self._new)
             except StopIteration:
-                self.is_exhausted = True
+                self._is_exhausted = True
             else:
                 self._next_index = index + 1
                 chunk.append(Task(index, item))
         return chunk
 
-    def put_back(self, tasks: Sequence[Task]) -> None:
-        self._returned.extendleft(reversed(tasks))
+    def put_back(self, tasks: list[Task], due_at: float = 0.0) -> None:
+        """No other items are sent together with these."""
+        if tasks:
+            heapq.heappush(self._waiting, (due_at, tasks[0].index, tasks))
+
+    def put_back_singly(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self.put_back([task])
 
     def fail(self, task: Task, failed_attempt: FailedAttempt) -> RestartDecision:
         """Try a failed item again later if the policy allows it. Raises what `retry_if` raises."""
@@ -76,22 +86,9 @@ class ItemQueue:
         task.budget = task.budget or RestartBudget(self._policy)
         decision = task.budget.decide(failed_attempt)
         if decision.delay is not None:
-            heapq.heappush(self._delayed, (monotonic() + decision.delay, task.index, task))
+            self.put_back([task], monotonic() + decision.delay)
         return decision
 
-    def enlarge_chunks(self, size: int) -> None:
-        """A rank has done all items of a chunk of this size, in about 20 ms at most (worker/item_loop.py)."""
-        self._limit = max(self._limit, min(2 * size, self._max_limit))
-
-    def shrink_chunks(self, done: int) -> None:
-        """A rank has done only so many items of a chunk in this time."""
-        self._limit = max(1, done)
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._returned or self._delayed)
-
-    @property
-    def due_at(self) -> float | None:
-        """When the next failed item can be tried again, if any."""
-        return self._delayed[0][0] if self._delayed else None
+    def adapt_chunks(self, sent: int, done: int) -> None:
+        """In about 20 ms at most, a rank has done so many of the items of a chunk (worker/item_loop.py)."""
+        self._limit = max(self._limit, min(2 * sent, self._max_limit)) if done == sent else max(1, done)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import ref
 
 from mpwatch.errors import LaunchError
-from mpwatch.events.types import Progressed
 from mpwatch.options.log_spec import default_logs
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
@@ -30,7 +29,7 @@ from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.observers.event_bus import EventBus, ProgressEvents
+from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups, build_workers, reserve_port
 from mpwatch.wire.resource_errors import with_remedy
@@ -139,10 +138,6 @@ class Watcher:
             self.outbox.wake()
             if self._closes_itself:
                 self.close()
-
-    def make_progress_events(self) -> ProgressEvents | None:
-        """Return a View that publishes the reports of the ranks, or None if no observer asks for them."""
-        return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
     def drain_output(self, seconds: float | None) -> None:
         """Wait until everything that the ranks have printed so far was written, or log a warning after `seconds`."""

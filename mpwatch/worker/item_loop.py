@@ -27,18 +27,19 @@ def load(*, fn: Callable[[Any], object]) -> None:
     _fn = fn
 
 
-def run_items(*items: Any) -> object:
+def run_items(*items: Any) -> None:
     """Call the function with each item, and send each value before the next item begins. What it raises ends this call.
 
-    Return the last value. There are fewer values than items if they have taken CHUNK_SECONDS.
+    There are fewer values than items if they have taken CHUNK_SECONDS.
     """
     pid = os.getpid()
     stop_at = monotonic() + CHUNK_SECONDS
-    for number, item in enumerate(items, 1):
+    for item in items:
         context.heartbeat()
         context.begin_call()  # each item has its own steps
         value = call_user(_fn, item)
-        if number == len(items) or monotonic() > stop_at or os.getpid() != pid:  # the function has forked: this is a copy
-            break
+        if os.getpid() != pid:  # the function has forked: this is a copy
+            return
         send_item(value)
-    return value
+        if monotonic() > stop_at:
+            return

@@ -16,7 +16,7 @@ from mpwatch.events.types import Event, Progressed, RunEnded, RunStarted, StateC
 from mpwatch.options.spec import GroupSpec, Observer, describe_options
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.model import RankStatus, WorkerState
+from mpwatch.results.model import WorkerState
 from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -122,34 +122,3 @@ def call_observers(observers: list[Any], event: Event) -> None:
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:
     return max((worker.restart_count for worker in workers), default=0)
-
-
-class ProgressEvents:
-    """A View (view_driver.py) that shows nothing, and publishes each new progress report as an event."""
-
-    period = 0.25
-
-    def __init__(self, event_bus: EventBus) -> None:
-        self._event_bus = event_bus
-        self._published: dict[int, float] = {}  # by rank: the time of the last report that was published
-
-    def show(self, statuses: Sequence[RankStatus]) -> None:
-        for status in statuses:
-            report = status.report
-            if report is not None and report.at != self._published.get(status.rank):
-                self._published[status.rank] = report.at
-                self._event_bus.publish(
-                    Progressed,
-                    [status.rank],
-                    at=report.at,
-                    attempt=status.restart_count,
-                    step=report.step,
-                    total=report.total,
-                    metrics=report.metrics,
-                )
-
-    def pause(self) -> None:
-        """There is nothing to hide."""
-
-    def close(self, statuses: Sequence[RankStatus]) -> None:
-        self.show(statuses)

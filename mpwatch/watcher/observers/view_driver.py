@@ -64,11 +64,10 @@ class ViewDriver:
         if self._view is not None:
             self._due_at = monotonic() + self._view.period
 
-    def seconds_to_next_update(self) -> float | None:
-        """Return how long this thread may sleep before the next update. None: until another thread wakes it up."""
-        if self._view is None or self._is_asking or self._due_at == math.inf:
-            return None
-        return max(0.0, self._due_at - monotonic())
+    @property
+    def next_update_at(self) -> float:
+        """By CLOCK_MONOTONIC. Infinity: this thread may sleep until another thread wakes it up."""
+        return math.inf if self._view is None or self._is_asking else self._due_at
 
     def update(self) -> None:
         if self._view is None:
@@ -91,9 +90,6 @@ class ViewDriver:
     def resume(self) -> None:
         if self._due_at < math.inf:
             self._due_at = 0.0
-
-    def show_end(self, attempt: AttemptObservations) -> None:
-        self._use(lambda view: view.show(final_statuses([attempt])))
 
     def close(self, attempts: Iterable[AttemptObservations]) -> None:
         """Show what the attempts have ended with. If Ctrl-C interrupts this, call it again, to restore the terminal."""
