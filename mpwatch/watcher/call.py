@@ -173,7 +173,7 @@ class Call:
     def stop_after_step(self, step: int | None, cause: str, deferred_log: DeferredLog) -> None:
         """Make each rank stop after this step, or at its next call of `should_stop` if that is None. See stop_step.py."""
         for rank in self.members.values():
-            rank.slot.stop_memory.agree(step)
+            rank.slot.agree_on_step(step)
         self._publish(Stopping, *self.ranks, stop_cause=cause, after_step=step)
         ranks = format_ranks(self.ranks)
         if step is None:
@@ -187,7 +187,7 @@ class Call:
         places = {}
         for number, rank in self.members.items():
             if rank.observations.answer is None and not rank.observations.has_exited:
-                step = rank.slot.stop_memory.read_passed_step()
+                step = rank.slot.read_passed_step()
                 at_step = "" if step is None else f", at step {step}"
                 places[number] = at_step + format_location(get_stacks_or_state(rank.observations))
         if places:  # otherwise the last one has just returned

@@ -392,7 +392,7 @@ class EventLoop:
             return
         if not all(rank.is_ready for rank in ranks):
             self.timers.call_at(monotonic() + limit, partial(self._warn_without_heartbeats, call))
-        elif all(rank.slot.read_heartbeat_time() is None for rank in ranks):
+        elif all(rank.slot.read_heartbeat().beat_at is None for rank in ranks):
             text = "no rank has called report() or heartbeat() in %g s, so heartbeat_timeout=%g does not apply yet"
             self._deferred_log.warning(text, limit, limit)
 
@@ -545,7 +545,7 @@ class EventLoop:
 
     def _execute(self, call: Call, action: m.Action) -> None:
         if isinstance(action, m.ReadHeartbeats):
-            beats = {rank: call.members[rank].slot.read_heartbeat_time() for rank in action.ranks}
+            beats = {rank: call.members[rank].slot.read_heartbeat().beat_at for rank in action.ranks}
             self._handle(call, m.HeartbeatsRead(beats))
             return
         rank = call.members[action.rank]
@@ -641,13 +641,13 @@ class EventLoop:
     def _hold_steps(self, call: Call, cause: str) -> None:
         """Make each rank wait at its next call of `should_stop`, and let them agree HOLD_SECONDS later."""
         for rank in call.members.values():
-            rank.slot.stop_memory.hold()
+            rank.slot.hold_steps()
         self.timers.call_at(monotonic() + HOLD_SECONDS, partial(self._agree, call, cause))
 
     def _agree(self, call: Call, cause: str) -> None:
         if any(self._ranks.get(number) is not rank or rank.call is not call for number, rank in call.members.items()):
             return  # the ranks have another call meanwhile
-        steps = [step for rank in call.members.values() if (step := rank.slot.stop_memory.read_passed_step()) is not None]
+        steps = [step for rank in call.members.values() if (step := rank.slot.read_passed_step()) is not None]
         if self._node is None:
             call.stop_after_step(max(steps, default=None), cause, self._deferred_log)
         else:

@@ -224,7 +224,7 @@ class RankReader:
 
     def read_slot(self, rank: Rank) -> None:
         rank.observations.heartbeat = rank.slot.read_heartbeat()
-        rank.observations.stopped_step = rank.slot.stop_memory.read_stopped_step()
+        rank.observations.stopped_step = rank.slot.read_stopped_step()
 
     def take_stacks(self, rank: Rank) -> None:
         """Store the rank's stacks, if they were dumped for the report."""

@@ -1,6 +1,6 @@
 """How the watcher and the ranks agree on the step at which all ranks stop: `mpwatch.should_stop(step)`.
 
-    stop memory, a part of each rank's slot:  [ asked ][ agreed ][ stopped ][ state ]
+    the first words of each rank's slot (shared_memory.py):  [ asked ][ agreed ][ stopped ][ state ]
     the rank writes asked and stopped, the watcher writes agreed and state
 
     watcher                                         a rank at should_stop(step)
@@ -20,34 +20,27 @@ A step below the previous one begins a new round, such as an epoch. In `asked` a
 step 99, the first step of the next epoch is 100.
 """
 
-from __future__ import annotations
-
-import os
 import struct
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import mmap
-
 WORD = struct.Struct("q")  # in native byte order the eight bytes are written and read at once
-ASKED, AGREED_STEP, STOPPED, STATE = range(4)  # the words of the stop memory
+ASKED, AGREED_STEP, STOPPED, STATE = range(4)  # the words
 NO_STEP = -(1 << 63)
 NONE, HOLD, AGREED = range(3)  # the states
-CLEARED = struct.pack("qqqq", NO_STEP, NO_STEP, NO_STEP, NONE)
+NOTHING_ASKED = struct.pack("qqqq", NO_STEP, NO_STEP, NO_STEP, NONE)
 HOLD_SECONDS = 0.002
 POLL_SECONDS = 0.0005  # a waiting rank reads the state this often
 
 
 class StopReader:
-    """The rank's side. Only one thread may use it. `start` is the offset of the stop memory in the slot, in bytes."""
+    """The rank's side, for the words of its slot. Only one thread may use it. The watcher's side is in Slot."""
 
-    def __init__(self, memory: mmap.mmap, start: int) -> None:
-        self._words = memoryview(memory)[start : start + len(CLEARED)].cast("q")  # quicker than `struct`
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forget the steps of the previous call. The watcher has already cleared the stop memory for the new call."""
+        """Forget the steps of the previous call. The watcher has already cleared the slot for the new call."""
         self._last_step = NO_STEP
         self._offset = 0  # the number of steps in all previous rounds
 
@@ -80,34 +73,3 @@ class StopReader:
         self._last_step = step
         words[ASKED] = step + self._offset
         return False
-
-
-class StopMemory:
-    """The watcher's side, for one rank, even a dead one. `start` is the offset in the file of the slots, in bytes."""
-
-    def __init__(self, fd: int, start: int) -> None:
-        self._fd = fd
-        self._start = start
-
-    def hold(self) -> None:
-        """Make the rank wait at its next call of `should_stop` until `agree` is called."""
-        self._write(STATE, HOLD)
-
-    def agree(self, step: int | None) -> None:
-        """Make the rank stop at its first step after `step`, or at its next call of `should_stop` if `step` is None."""
-        self._write(AGREED_STEP, NO_STEP if step is None else step)
-        self._write(STATE, AGREED)
-
-    def read_passed_step(self) -> int | None:
-        return self._read(ASKED)
-
-    def read_stopped_step(self) -> int | None:
-        """Return the first step for which `should_stop` has returned True in the rank, or None if there was none."""
-        return self._read(STOPPED)
-
-    def _write(self, word: int, value: int) -> None:
-        os.pwrite(self._fd, WORD.pack(value), self._start + word * WORD.size)
-
-    def _read(self, word: int) -> int | None:
-        step: int = WORD.unpack(os.pread(self._fd, WORD.size, self._start + word * WORD.size))[0]
-        return None if step == NO_STEP else step

@@ -15,44 +15,37 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpwatch.options.worker_info import Worker
-    from mpwatch.wire.shared_memory import HeartbeatWriter
-    from mpwatch.wire.stop_step import StopReader
+    from mpwatch.wire.shared_memory import RankSlot
 
 _fields: dict[str, Any] | None = None  # the fields of this rank's Worker; None outside a rank
 _worker: Worker | None = None
-_heartbeats: HeartbeatWriter | None = None
-_stop_reader: StopReader | None = None
+_slot: RankSlot | None = None
 _request_stop: Callable[[], object] | None = None
 _is_stop_requested = False  # whether this rank has requested a stop in the present call
 
 
-def set_rank(
-    fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], object]
-) -> None:
+def set_rank(fields: dict[str, Any], slot: RankSlot, request_stop: Callable[[], object]) -> None:
     """Make this process a rank. In a process that it forks, its functions do nothing."""
-    global _fields, _heartbeats, _stop_reader, _request_stop
-    _fields = fields
-    _heartbeats = heartbeats
-    _stop_reader = stop_reader
-    _request_stop = request_stop
+    global _fields, _slot, _request_stop
+    _fields, _slot, _request_stop = fields, slot, request_stop
     os.register_at_fork(after_in_child=_leave_rank)
 
 
 def _leave_rank() -> None:
-    global _heartbeats, _stop_reader, _request_stop
-    _heartbeats = _stop_reader = _request_stop = None
+    global _slot, _request_stop
+    _slot = _request_stop = None
 
 
 def begin_call() -> None:
     global _is_stop_requested
     _is_stop_requested = False
-    if _stop_reader is not None:
-        _stop_reader.begin_call()
+    if _slot is not None:
+        _slot.steps.begin_call()
 
 
 def stop_heartbeats() -> None:
-    if _heartbeats is not None:
-        _heartbeats.stop()
+    if _slot is not None:
+        _slot.stop_heartbeats()
 
 
 def current_worker() -> Worker:
@@ -90,8 +83,8 @@ def heartbeat() -> None:
     A heartbeat takes less than a microsecond and works in any thread. Outside a rank, and in a process that a rank has
     forked, `heartbeat()` does nothing.
     """
-    if _heartbeats is not None:
-        _heartbeats.write_heartbeat()
+    if _slot is not None:
+        _slot.write_heartbeat()
 
 
 def report(*, step: int | None = None, total: int | None = None, **metrics: float) -> None:
@@ -110,9 +103,9 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
         TypeError: a value is not a number.
         ValueError: the report has more than about 4,000 bytes.
     """
-    if _heartbeats is not None:
+    if _slot is not None:
         numbers = {str(name): value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
-        _heartbeats.write_report(
+        _slot.write_report(
             None if step is None else _to_int("report() takes step", step),
             None if total is None else _to_int("report() takes total", total),
             numbers,
@@ -153,9 +146,9 @@ def should_stop(step: int) -> bool:
         TypeError: the step is not an int.
         ValueError: the step has more than 64 bits.
     """
-    if _stop_reader is None:
+    if _slot is None:
         return False
-    return _stop_reader.should_stop(step if type(step) is int else _to_int("should_stop() takes the step", step))
+    return _slot.steps.should_stop(step if type(step) is int else _to_int("should_stop() takes the step", step))
 
 
 def request_stop() -> bool:

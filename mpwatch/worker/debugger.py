@@ -18,17 +18,16 @@ import sys
 import threading
 from contextlib import suppress
 
-from mpwatch.wire.shared_memory import take_visit
 from mpwatch.worker import stack_dumps
 from mpwatch.worker.import_hook import ModuleFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import mmap
     from multiprocessing.connection import Connection
     from types import FrameType
     from typing import Any, NoReturn
 
+    from mpwatch.wire.shared_memory import RankSlot
     from mpwatch.worker.channel import Channel
 
 SKIPPED_MODULES = ("mpwatch", "mpwatch.*", "bdb")  # stepping does not stop there, see `finish_stepping`
@@ -43,20 +42,20 @@ _is_post_mortem = False  # whether a prompt opens if the rank's function raises
 _last_debugger: Any = None  # the RankPdb that was used last
 
 
-def install(channel: Channel, memory: mmap.mmap, *, post_mortem: bool) -> None:
+def install(channel: Channel, slot: RankSlot, *, post_mortem: bool) -> None:
     """Connect pdb with the watcher as soon as this rank imports pdb."""
     global _is_post_mortem
     _is_post_mortem = post_mortem
     prompt = Prompt(channel, os.getpid())
     ModuleFinder("pdb", lambda module: route_pdb(module, prompt)).install()
-    stack_dumps.visit = lambda frame: _open_visit(memory, prompt, frame)
+    stack_dumps.visit = lambda frame: _open_visit(slot, prompt, frame)
 
 
-def _open_visit(memory: mmap.mmap, prompt: Prompt, frame: FrameType | None) -> bool:
+def _open_visit(slot: RankSlot, prompt: Prompt, frame: FrameType | None) -> bool:
     """If another program asks for a prompt (Job.debug), open it at the next line after this signal handler, unless this
     thread is at a prompt, or may be sending something. Return whether one was asked for.
     """
-    if not take_visit(memory):
+    if not slot.take_visit():
         return False
     import pdb  # noqa: T100  this is what the visitor asks for
 

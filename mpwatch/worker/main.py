@@ -38,8 +38,7 @@ from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.resource_errors import is_resource_shortage
-from mpwatch.wire.shared_memory import STOP_AT, HeartbeatWriter, open_slot
-from mpwatch.wire.stop_step import StopReader
+from mpwatch.wire.shared_memory import RankSlot
 from mpwatch.worker import context, debugger, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
@@ -66,16 +65,16 @@ def main(launch_info: LaunchInfo) -> None:
     _die_with_watcher(launch_info.guardian_fds)
     _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
-    memory = open_slot(launch_info.slots_fd, launch_info.slot)
-    deferred_signals = DeferredSignals(memory)
+    slot = RankSlot(launch_info.slots_fd, launch_info.slot)
+    deferred_signals = DeferredSignals(slot)
     deferred_signals.defer()
     ready_body = stdio.move_stderr(launch_info.stderr_fd)
     if launch_info.is_captured:
         stdio.flush_at_newline()
     global _channel
     channel = _channel = Channel(launch_info.channel_fd)
-    context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
-    debugger.install(channel, memory, post_mortem=launch_info.post_mortem)
+    context.set_rank(launch_info.worker, slot, channel.request_stop)
+    debugger.install(channel, slot, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)

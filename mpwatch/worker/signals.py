@@ -14,21 +14,20 @@ PYTHON_DUMP_SIGNAL, which asks the rank for its stacks (stack_dumps.py). To defe
 the signal. mpwatch does not block signals in the main thread, because the kernel could deliver a signal to another thread.
 """
 
-import mmap
 import signal
 from typing import Any
 
 from mpwatch.os_support.cpython_private import c_sigmask
 from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
-from mpwatch.wire.shared_memory import read_interrupted_call
+from mpwatch.wire.shared_memory import RankSlot
 from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
-    """Defers signals between `defer` and `restore`, in the main thread. `memory`: see `read_interrupted_call`."""
+    """Defers signals between `defer` and `restore`, in the main thread."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    def __init__(self, slot: RankSlot) -> None:
+        self._slot = slot
         self._first_sigterm = get_handler(signal.SIGTERM)  # SIG_DFL, or what the start of the interpreter has set
         self._handlers: dict[int, Any] = {}  # the handlers to restore, by signal
         self._deferred: set[int] = set()
@@ -60,7 +59,7 @@ class DeferredSignals:
         self._restore_handlers()
         if interrupt is not None:
             set_handler(signal.SIGINT, interrupt)
-            is_for_this_call = signal.SIGINT in self._deferred and read_interrupted_call(self._memory) == call
+            is_for_this_call = signal.SIGINT in self._deferred and self._slot.read_interrupted_call() == call
             self._deferred.clear()
             if is_for_this_call:
                 signal.raise_signal(signal.SIGINT)

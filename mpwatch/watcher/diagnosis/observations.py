@@ -6,7 +6,6 @@ CLOCK_MONOTONIC.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
@@ -46,7 +45,7 @@ class RankObservations:
     wants_collectives: bool = False  # whether the rank's next answer must be stored in `collectives`
     process_state: str = ""  # its letter when the watcher asked for stacks, see proc(5)
     # The last heartbeat, and the last `mpwatch.report()`.
-    heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
+    heartbeat: HeartbeatSample = field(default_factory=HeartbeatSample)
     stopped_step: int | None = None  # the step at which `should_stop` has returned True
     signals_sent: set[int] = field(default_factory=set)
     first_signal_at: float = 0.0  # when the first of them was sent

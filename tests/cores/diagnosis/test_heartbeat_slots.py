@@ -5,7 +5,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from mpwatch.wire.shared_memory import HEARTBEAT_AT, HEARTBEAT_SIZE, SLOT_SIZE, HeartbeatWriter, Slot, open_slot
+from mpwatch.wire.shared_memory import HEARTBEAT_AT, MAX_REPORT_SIZE, REPORT_AT, SLOT_SIZE, RankSlot, Slot
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def memory():
 
 
 def test_a_slot_has_the_last_heartbeat_and_the_last_report(memory):
-    rank_1 = HeartbeatWriter(open_slot(os.dup(memory), 1))
+    rank_1 = RankSlot(os.dup(memory), 1)
     assert Slot(memory, 1).read_heartbeat().beat_at is None
     rank_1.write_report(3, None, {"loss": 0.1})
     rank_1.write_heartbeat()
@@ -28,8 +28,8 @@ def test_a_slot_has_the_last_heartbeat_and_the_last_report(memory):
     assert (other.beat_at, other.report) == (None, None)
 
 
-@pytest.mark.parametrize(("text", "at"), [(b"x", HEARTBEAT_AT + 20), (b"\xff" * HEARTBEAT_SIZE, HEARTBEAT_AT)])
+@pytest.mark.parametrize(("text", "at"), [(b"x", REPORT_AT + 4), (b"\xff" * MAX_REPORT_SIZE, HEARTBEAT_AT)])
 def test_a_report_that_is_half_written_or_overwritten_is_ignored(memory, text, at):
-    HeartbeatWriter(open_slot(os.dup(memory), 0)).write_report(3, 4, {"loss": 0.1})
+    RankSlot(os.dup(memory), 0).write_report(3, 4, {"loss": 0.1})
     os.pwrite(memory, text, at)
     assert Slot(memory, 0).read_heartbeat().report is None
