@@ -5,6 +5,7 @@ This module runs in the watcher and in the ranks. A module that only a few funct
 
 from __future__ import annotations
 
+import _socket
 import errno
 import os
 import stat
@@ -15,8 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from io import FileIO
 
-from mpwatch.os_support.cpython_private import c_socket
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 STDERR = 2
 SIZE_OF_INT = struct.calcsize("i")
 PEER = struct.Struct("iII")  # struct ucred of unix(7)
-MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
-MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # necessary if SIGPIPE has its default action
+MSG_CMSG_CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
+MSG_NOSIGNAL: int = getattr(_socket, "MSG_NOSIGNAL", 0)  # necessary if SIGPIPE has its default action
 LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
 MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module does not export it
 
@@ -113,23 +112,23 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
     """Return the bytes, the descriptors, and whether some were dropped, as this process has too many. Raises OSError."""
-    room = c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
+    room = _socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
     data, ancillary, flags, _ = channel.recvmsg(size, room, MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, numbers in ancillary:
-        if (level, kind) == (c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS):
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
             fds += (number for (number,) in struct.iter_unpack("i", numbers[: len(numbers) - len(numbers) % SIZE_OF_INT]))
     if not MSG_CMSG_CLOEXEC:
         for fd in fds:
             os.set_inheritable(fd, False)
-    return data, fds, bool(flags & c_socket.MSG_CTRUNC)
+    return data, fds, bool(flags & _socket.MSG_CTRUNC)
 
 
 def read_peer(connection: socket.socket) -> tuple[int, int] | None:
     """Return pid and effective uid of the program at the other end of a Unix socket, or None where only Linux can tell."""
-    if not hasattr(c_socket, "SO_PEERCRED"):
+    if not hasattr(_socket, "SO_PEERCRED"):
         return None
-    pid, uid, _ = PEER.unpack(connection.getsockopt(c_socket.SOL_SOCKET, c_socket.SO_PEERCRED, PEER.size))
+    pid, uid, _ = PEER.unpack(connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, PEER.size))
     return pid, uid
 
 

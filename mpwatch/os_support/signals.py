@@ -5,16 +5,16 @@ This module runs in the watcher and in the ranks.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
-
-from mpwatch.os_support.cpython_private import c_getsignal, c_signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
+change_mask = _signal.pthread_sigmask  # without the enums of `signal`
 SIGNALS = [int(number) for number in signal.valid_signals()]
 # These signals ask a rank for its stacks. The first one has a handler in Python, the second one a handler in C (see
 # worker/stack_dumps.py). Few programs use real-time signals, and few use these two of macOS, which has no real-time signals.
@@ -36,16 +36,16 @@ def name_signal(number: int) -> str:
 
 def set_handler(number: int, handler: Any) -> None:
     """Set the handler of a signal to a function, signal.SIG_DFL or SIG_IGN. Only the main thread may call this function."""
-    c_signal(number, handler if callable(handler) else int(handler))
+    _signal.signal(number, handler if callable(handler) else int(handler))
 
 
 def get_handler(number: int) -> Any:
     """Return a function or a number such as SIG_DFL, or None if C code has set the handler."""
-    return c_getsignal(number)
+    return _signal.getsignal(number)
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    return {number: handler for number in signals if callable(handler := c_getsignal(number))}
+    return {number: handler for number in signals if callable(handler := get_handler(number))}
 
 
 def die_with_writer(pipe: int) -> None:

@@ -17,8 +17,7 @@ the signal. mpwatch does not block signals in the main thread, because the kerne
 import signal
 from typing import Any
 
-from mpwatch.os_support.cpython_private import c_sigmask
-from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
+from mpwatch.os_support.signals import change_mask, get_handler, list_python_handlers, set_handler
 from mpwatch.wire.shared_memory import RankSlot
 from mpwatch.worker.stack_dumps import StackWriter
 
@@ -47,9 +46,9 @@ class DeferredSignals:
         """From now on SIGTERM ends the rank; a deferred one does at once. A deferred SIGINT is kept for the call."""
         # Python loses a signal that comes between its last check and the change of the handler. The kernel keeps a blocked
         # signal, whose default action then ends the rank.
-        mask = c_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        mask = change_mask(signal.SIG_BLOCK, [signal.SIGTERM])
         set_handler(signal.SIGTERM, self._first_sigterm)
-        c_sigmask(signal.SIG_SETMASK, mask)
+        change_mask(signal.SIG_SETMASK, mask)
         if signal.SIGTERM in self._deferred:
             signal.raise_signal(signal.SIGTERM)
 

@@ -18,12 +18,14 @@ points:
 Guarantee: mpwatch kills the process group of a dead rank before it reaps the rank. Until a rank is reaped, no other process
 can get the rank's pid.
 
-This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
-docstring of os_support/cpython_private.py describes what breaks if CPython no longer calls these methods.
+The docstring of os_support/cpython_private.py says which private names of multiprocessing are used and overridden here, and
+what breaks without them.
 """
 
 import errno
 import io
+import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -40,18 +42,14 @@ from multiprocessing.popen_spawn_posix import Popen
 from typing import Any, NamedTuple, Self
 
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.cpython_private import (
-    forget_child,
-    get_logging_setup,
-    get_original_dir,
-    get_popen,
-    make_fds_finalizer,
-)
 from mpwatch.os_support.descriptors import grow_pipe
 from mpwatch.os_support.hardware import limit_thread_to
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
 from mpwatch.wire.launch import LaunchInfo, RankProcess
 
+# typeshed has only the public names of these modules
+mp_process: Any = multiprocessing.process
+mp_util: Any = multiprocessing.util
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
 STATUS_SECONDS = 0.05  # after the end of a rank that is traced, as by strace: the tracer gets the exit code first
@@ -87,7 +85,7 @@ class RankPopen(Popen):
         process = _WatchedProcess(launch_info, name, surroundings)
         process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
         # Kept here, because the calling program may close any Process that multiprocessing.active_children() returns.
-        popen: Self = get_popen(process)
+        popen: Self = vars(process)["_popen"]
         return popen
 
     def __init__(self, process: "_WatchedProcess") -> None:
@@ -124,7 +122,7 @@ class RankPopen(Popen):
             pidfd = open_pidfd(self.pid)
             self.sentinel = self._start_exit_thread() if pidfd is None else pidfd
             # The pipe to the child stays open, because parent_process() in the child watches it.
-            self.finalizer = make_fds_finalizer(self, {parent_w, self.sentinel})
+            self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
             stack.pop_all()
 
     def _start_exit_thread(self) -> int:
@@ -235,7 +233,7 @@ class RankPopen(Popen):
         # would keep both objects, with the environment of each rank.
         process, self._process = self._process, None
         if process is not None:
-            forget_child(process)
+            mp_process._children.discard(process)
 
     def close(self) -> None:
         """Those of a running rank stay open, because the watcher waits for it."""
@@ -279,7 +277,7 @@ def _resolve(entry: str) -> str:
 
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
     """What spawn sends to a child before the Process object, without `__main__` and the start method."""
-    original_dir = get_original_dir()
+    original_dir = mp_process.ORIGINAL_DIR
     return {
         "name": process.name,
         "authkey": current_process().authkey,
@@ -287,5 +285,6 @@ def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
         "sys_argv": sys.argv,
         "orig_dir": original_dir,
         "dir": os.getcwd(),
-        **get_logging_setup(),
+        "log_to_stderr": mp_util._log_to_stderr,
+        **({} if mp_util._logger is None else {"log_level": mp_util._logger.getEffectiveLevel()}),
     }

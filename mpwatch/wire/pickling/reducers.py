@@ -9,6 +9,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from types import CellType, ModuleType
 from typing import Any, TypeVar
@@ -16,11 +17,11 @@ from typing import Any, TypeVar
 import cloudpickle
 from cloudpickle import cloudpickle as internals
 
-from mpwatch.os_support.cpython_private import get_spawn_reducers
 from mpwatch.wire.pickling import definitions
 from mpwatch.wire.pickling.packed import VIEW_REDUCERS
 from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
 
+_spawn_pickler: Any = ForkingPickler  # typeshed does not have the attribute `_extra_reducers`
 Reduced = tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
 _tables: dict[bool, tuple[Any, Reducers]] = {}  # for calls and for values: what the table was made of, and the table
@@ -28,7 +29,7 @@ _tables: dict[bool, tuple[Any, Reducers]] = {}  # for calls and for values: what
 
 def get_table(*, for_call: bool) -> Reducers:
     loaded = "torch.storage" in sys.modules, "numpy" in sys.modules
-    sources = copyreg.dispatch_table, get_spawn_reducers() if for_call else {}, loaded
+    sources = copyreg.dispatch_table, _spawn_pickler._extra_reducers if for_call else {}, loaded
     if for_call not in _tables or _tables[for_call][0] != sources:
         # each copy is one call of C code, since another thread may be importing torch
         copies = dict(sources[0]), dict(sources[1]), loaded
