@@ -4,7 +4,7 @@ This script runs in a bare interpreter (`python -I -S`), so it imports only the 
 
     watcher --- socket pair: one line for each order ---> guardian --- SIGKILL, when the watcher is gone ---> ranks
 
-    "+1234" and a newline    a rank has started: kill process group 1234 if the watcher dies (the rank sends it, too)
+    "+1234" and a newline    a rank has started: kill process group 1234 if the watcher dies
     "-1234" and a newline    that rank is dead and reaped: do not kill its group
 
 The kernel kills the ranks, too (`die_with_writer` in os_support/signals.py), but not one that has closed its pipe, has

@@ -49,9 +49,10 @@ def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
 
 
 def die_with_writer(pipe: int) -> None:
-    """Make Linux kill this process group when the last writer of `pipe`, the watcher, ends.
+    """Make Linux kill this process group when the last writer of `pipe`, the watcher, ends. Without F_SETSIG, do nothing.
 
-    PR_SET_PDEATHSIG would do so when the thread ends that has started the rank. Without F_SETSIG, do nothing.
+    PR_SET_PDEATHSIG would do so when the thread ends that has started the rank. If a fork of the program holds that end of
+    the pipe, too, only the guardian kills the rank.
     """
     import fcntl
     import select
@@ -67,14 +68,4 @@ def die_with_writer(pipe: int) -> None:
     poll = select.poll()
     poll.register(pipe, 0)
     if poll.poll(0):  # the writer had closed it before the kernel was asked
-        os.killpg(0, signal.SIGKILL)
-
-
-def die_if_ended(pidfds: Iterable[int]) -> None:
-    import select
-
-    poll = select.poll()
-    for pidfd in pidfds:
-        poll.register(pidfd, select.POLLIN)
-    if poll.poll(0):
         os.killpg(0, signal.SIGKILL)

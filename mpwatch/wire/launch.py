@@ -1,42 +1,20 @@
 """What the watcher passes to a new rank, whose interpreter calls `RankProcess.run`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from multiprocessing.context import SpawnProcess
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from types import SimpleNamespace
 
 
-class LaunchInfo:
-    def __init__(
-        self,
-        worker: dict[str, object],
-        channel_fd: int,
-        slots_fd: int,
-        slot: int,
-        stderr_fd: int,
-        *,
-        is_captured: bool,
-        capture_locals: bool = False,
-        post_mortem: bool = False,
-        preload: tuple[str, ...] = (),
-        ignored_signals: tuple[int, ...] = (),
-        guardian_fds: tuple[int, ...] = (),
-    ) -> None:
-        self.worker = worker  # the fields of the Worker: importing its class takes time, and many ranks never need it
-        self.channel_fd = channel_fd
-        self.slots_fd = slots_fd  # the memory file, see shared_memory.py
-        self.slot = slot  # number of the rank's slot in that file
-        self.stderr_fd = stderr_fd  # becomes stderr when the rank is ready, see worker/stdio.py
-        self.is_captured = is_captured  # whether the output goes to files or to the watcher
-        self.capture_locals = capture_locals  # see mpwatch.run
-        self.post_mortem = post_mortem  # see mpwatch.run
-        self.preload = preload  # see mpwatch.WorkerGroup
-        self.ignored_signals = ignored_signals  # signals that are only for the watcher, see ProcessPool
-        self.guardian_fds = guardian_fds  # see Guardian.fds_for_ranks
+class LaunchInfo(SimpleNamespace):
+    worker: dict[str, object]  # the fields of the Worker: importing its class takes time, and many ranks never need it
+    channel_fd: int
+    slots_fd: int  # the memory file, see shared_memory.py
+    slot: int  # number of the rank's slot in that file
+    stderr_fd: int  # becomes stderr when the rank is ready, see worker/stdio.py
+    is_captured: bool  # whether the output goes to files or to the watcher
+    debug: str | None  # see mpwatch.run
+    preload: tuple[str, ...]  # see mpwatch.WorkerGroup
+    ignored_signals: tuple[int, ...]  # signals that are only for the watcher, see ProcessPool
 
 
 class RankProcess(SpawnProcess):
@@ -48,7 +26,7 @@ class RankProcess(SpawnProcess):
         super().__init__(name=name)
         self.launch_info = launch_info
         self.program = program
-        self._start_method: Any = start_method  # spawn sets it in the child; typeshed says: str
+        self._start_method = start_method  # type: ignore[assignment]  # spawn sets it in the child; typeshed says: str
 
     def run(self) -> None:
         import_module(self.program).main(self.launch_info)

@@ -29,7 +29,7 @@ from functools import partial
 from importlib import import_module
 
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.signals import die_if_ended, die_with_writer
+from mpwatch.os_support.signals import die_with_writer
 
 # What an answer needs is imported before the function runs: later the package may have been removed or replaced, or the
 # function may have changed sys.path, the root folder or the user, or have left no descriptor.
@@ -62,7 +62,9 @@ _channel: Channel | None = None  # of this rank
 
 
 def main(launch_info: LaunchInfo) -> None:
-    _die_with_watcher(launch_info.guardian_fds)
+    watcher = multiprocessing.parent_process()
+    assert watcher is not None
+    die_with_writer(watcher.sentinel)
     _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
     slot = RankSlot(launch_info.slots_fd, launch_info.slot)
@@ -74,11 +76,11 @@ def main(launch_info: LaunchInfo) -> None:
     global _channel
     channel = _channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, slot, channel.request_stop)
-    debugger.install(channel, slot, post_mortem=launch_info.post_mortem)
+    debugger.install(channel, slot, post_mortem=launch_info.debug == "post_mortem")
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     preload_error = _preload(launch_info.preload)
-    _serve(channel, deferred_signals, preload_error, capture_locals=launch_info.capture_locals)
+    _serve(channel, deferred_signals, preload_error, capture_locals=launch_info.debug == "locals")
     deferred_signals.restore_for_exit()
     _destroy_torch_process_group()
     _report_exit_blockers(channel)
@@ -86,25 +88,6 @@ def main(launch_info: LaunchInfo) -> None:
 
 
 # --- Start ---
-
-
-def _die_with_watcher(guardian_fds: tuple[int, ...]) -> None:
-    """Make the kernel kill this rank when the watcher dies.
-
-    When the kernel closes the watcher's end of the pipe of multiprocessing, it sends SIGKILL to the rank. Without F_SETSIG,
-    or if a fork of the program holds that end, too, only the guardian kills the rank. The watcher may have been killed
-    before it could tell the guardian of this rank. So the rank does that itself, and then looks whether the watcher lives.
-    """
-    watcher = multiprocessing.parent_process()
-    if watcher is not None:
-        die_with_writer(watcher.sentinel)
-    if guardian_fds:
-        orders, *pidfds = guardian_fds
-        with suppress(OSError):  # the guardian is gone
-            os.write(orders, b"+%d\n" % os.getpgrp())
-        die_if_ended(pidfds)
-        for fd in guardian_fds:
-            os.close(fd)
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:

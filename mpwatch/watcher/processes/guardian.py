@@ -19,28 +19,25 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
 
 class Guardian:
-    """Closed when all ranks are reaped. Ranks inherit `fds_for_ranks`: the socket for orders and a pidfd of the program."""
+    """Closed when all ranks are reaped."""
 
     def __init__(self) -> None:
         with ExitStack() as passed, ExitStack() as kept:
             self._socket, guardian_end = socket.socketpair()
-            passed.enter_context(guardian_end)
             kept.enter_context(self._socket)
             self._socket.settimeout(1.0)  # the guardian may have been stopped by SIGSTOP
-            own_pidfd = open_pidfd(os.getpid())
-            pidfds = [] if own_pidfd is None else [own_pidfd]
-            for fd in pidfds:
-                kept.callback(os.close, fd)
-            self.fds_for_ranks = [self._socket.fileno(), *pidfds]
+            fds = [passed.enter_context(guardian_end).fileno()]
+            if (own_pidfd := open_pidfd(os.getpid())) is not None:
+                passed.callback(os.close, own_pidfd)
+                fds.append(own_pidfd)
             devnull = os.open(os.devnull, os.O_RDWR)
             passed.callback(os.close, devnull)
-            fds = [guardian_end.fileno(), *pidfds]
             command = [
                 *(os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), ",".join(map(str, fds))),
                 *("mpwatch", "guardian", f"of={os.getpid()}"),  # for `ps`
             ]
             self._pid = start_process(command, copy_environment(), fds, stdout=devnull, stderr=devnull)
-            self._descriptors = kept.pop_all()
+            kept.pop_all()
 
     def guard(self, pgid: int) -> None:
         """Make the guardian kill this process group if the calling program dies."""
@@ -61,4 +58,4 @@ class Guardian:
             peek_exit_code(self._pid)
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-        self._descriptors.close()  # last: a live guardian would take it for the death of this process, and kill the groups
+        self._socket.close()  # last: a live guardian would take it for the death of this process, and kill the groups

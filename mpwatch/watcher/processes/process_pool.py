@@ -105,24 +105,22 @@ class ProcessPool:
             stdio = self._output.open_stdio(worker, passed)
             stderr = self._stderr_fd if stdio.stderr is None else stdio.stderr
             launch_info = LaunchInfo(
-                _worker_fields(worker),
-                rank_channel.fileno(),
-                self._slots_fd,
-                slot_number,
-                stderr,
+                worker=_worker_fields(worker),
+                channel_fd=rank_channel.fileno(),
+                slots_fd=self._slots_fd,
+                slot=slot_number,
+                stderr_fd=stderr,
                 is_captured=stdio.is_captured,
-                capture_locals=self._spec.debug == "locals",
-                post_mortem=self._spec.debug == "post_mortem",
+                debug=self._spec.debug,
                 preload=tuple(self._spec.preload),
                 ignored_signals=self._ignored_signals,
-                guardian_fds=tuple(self.guardian.fds_for_ranks),
             )
             surroundings = Surroundings(
                 _describe_rank(worker, self._spec.fn_name),
                 setup.env,
                 stdout=stdio.stdout,
                 stderr=rank_stack_pipe,
-                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
+                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
                 cpus=setup.cpus,
             )
             with _block_signals(self._ignored_signals):
