@@ -36,7 +36,6 @@ from mpwatch.nodes.node_thread import NodeThread, NodeUpdate
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.failure import ProcessFailure, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import make_restart_notes
@@ -356,7 +355,6 @@ def run_multi_node(
     check_stop_signals(spec)
     event_bus = EventBus(spec.rendezvous.run_id, spec, keep_events=True)
     with ExitStack() as resources:
-        resources.enter_context(open_standard_descriptors())
         payload = resources.enter_context(closing(payload or pack_spec(spec)))
         run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
         node_thread = NodeThread(spec, run_deadline)

@@ -11,8 +11,8 @@ import os
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from io import FileIO
 
@@ -130,23 +130,6 @@ def read_peer(connection: socket.socket) -> tuple[int, int] | None:
         return None
     pid, uid, _ = PEER.unpack(connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, PEER.size))
     return pid, uid
-
-
-@contextmanager
-def open_standard_descriptors() -> Iterator[None]:
-    """Within the block, no descriptor from 0 to 2 is closed. Else the next file would be the stdin of a child."""
-    made = []
-    try:
-        for fd in range(STDERR + 1):
-            try:
-                os.fstat(fd)
-            except OSError:  # it is closed
-                made.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
-                os.set_inheritable(fd, True)
-        yield
-    finally:
-        for fd in made:
-            os.close(fd)
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:

@@ -21,7 +21,6 @@ from mpwatch.errors import LaunchError, make_error
 from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import STOPPED_AT_EXIT, format_ended_ranks, format_loss_in_other_call, format_signal
 from mpwatch.results.run_result import RunResult
@@ -85,12 +84,11 @@ class GroupRanks:
         return self._watcher is not None
 
     def start(self) -> None:
-        with open_standard_descriptors():
-            watcher = self._get_watcher()
-            self._event_bus.publish_run_started(self._spec, fn="")
-            caller = self._make_caller(watcher)
-            has_started = lambda: watcher.loop.state is not WorkerState.UNKNOWN  # noqa: E731
-            self._execute(caller, lambda: caller.wait(has_started), math.inf)
+        watcher = self._get_watcher()
+        self._event_bus.publish_run_started(self._spec, fn="")
+        caller = self._make_caller(watcher)
+        has_started = lambda: watcher.loop.state is not WorkerState.UNKNOWN  # noqa: E731
+        self._execute(caller, lambda: caller.wait(has_started), math.inf)
         if caller.signals.received:
             self._end_ranks()
         caller.signals.deliver_received()
@@ -131,8 +129,7 @@ class GroupRanks:
         payload = pack_call(packed)
         has_succeeded, call = False, None
         try:
-            with open_standard_descriptors():
-                watcher = self._get_watcher()
+            watcher = self._get_watcher()
             suspended = watcher.loop.suspended_seconds
             called = range(int(self._spec.nprocs)) if ranks is None else ranks
             call = Call(payload, called, started_at=started_at, timeout=timeout, suspended_before=suspended)
@@ -181,7 +178,7 @@ class GroupRanks:
 
     def restart(self, rank: int, reason: str) -> None:
         self._loss_reasons[rank] = reason
-        with open_standard_descriptors(), self._lock:
+        with self._lock:
             self._start_ranks(self._get_running_watcher(), [rank])
 
     def follow(self, calls: Collection[Call], until: Callable[[], bool], deadline: float) -> None:
@@ -321,7 +318,7 @@ class GroupRanks:
                 return
             if watcher.is_finished and not self._start_refusal:
                 raise LaunchError("the ranks cannot be called: an exception in another thread has interrupted their start")
-            with open_standard_descriptors(), self._lock:
+            with self._lock:
                 self._check_start()
                 if self._starts == call.refused_at_start:  # otherwise another call has started them meanwhile
                     self._start_ranks(watcher, call.lost_ranks)

@@ -20,7 +20,6 @@ from typing import Any, Generic, TypeVar
 from mpwatch.events.types import CollectivesRecorded, Restarting, WorkerFailed, WorkerStopped
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import make_restart_notes
@@ -62,7 +61,6 @@ def run_single_node(
     controller = RunController(spec, EventBus(uuid.uuid4().hex, spec, keep_events=True))
     try:
         with ExitStack() as resources:
-            resources.enter_context(open_standard_descriptors())
             payload = resources.enter_context(closing(payload or pack_spec(spec)))
             watcher = Watcher(spec, controller.event_bus, keep_ranks=False)
             resources.callback(watcher.close_when_finished)
