@@ -113,13 +113,9 @@ class Job:
         """
         for path in self._paths:
             with socket.socket(socket.AF_UNIX) as watcher:
-                watcher.settimeout(ANSWER_SECONDS)
-                with suppress(FileNotFoundError, ConnectionRefusedError, EOFError):
-                    watcher.connect(path)
-                    check_peer(watcher)
-                    if ask(watcher, {"ask": "debug", "rank": rank}):
-                        _converse(rank, watcher)
-                        return
+                if _ask(watcher, path, {"ask": "debug", "rank": rank}):
+                    _converse(rank, watcher)
+                    return
         raise LookupError(f"rank {rank} runs no function here that can be interrupted")
 
     def view(self) -> None:
@@ -152,7 +148,7 @@ class Job:
         return replace(found[0], state=state, ranks=sorted(ranks, key=lambda rank: rank.rank))
 
     def _ask(self, question: dict[str, Any]) -> list[Any]:
-        answers = [answer for path in self._paths if (answer := _ask(path, question)) is not None]
+        answers = [answer for path in self._paths if (answer := _ask_once(path, question)) is not None]
         if not answers:
             raise LookupError("the job has ended")
         return answers
@@ -194,7 +190,7 @@ def _find_jobs(missed: list[str]) -> list[Job]:
             missed.append(f"process {_pid_of(path)} has mpwatch {version}, and this one has {__version__}")
             continue
         try:
-            answer = _ask(path, {"ask": "status"})
+            answer = _ask_once(path, {"ask": "status"})
         except TimeoutError as error:
             missed.append(str(error))
         except (AttributeError, ImportError):  # another checkout of the same version
@@ -254,21 +250,24 @@ def _version_of(path: str) -> str:
     return os.path.basename(path).removesuffix(SUFFIX).split("-", 2)[-1]
 
 
-def _ask(path: str, question: dict[str, Any]) -> Any:
-    """Return None if the watcher has ended. Raises TimeoutError."""
+def _ask_once(path: str, question: dict[str, Any]) -> Any:
     with socket.socket(socket.AF_UNIX) as watcher:
-        watcher.settimeout(ANSWER_SECONDS)
-        try:
-            watcher.connect(path)
-            pid = check_peer(watcher)
-            if pid:
-                os.kill(pid, 0)  # a process that it has forked may keep the socket of a dead one open
-            return ask(watcher, question)
-        except (TimeoutError, BlockingIOError):  # BlockingIOError: too many visitors wait already
-            raise TimeoutError(f"process {_pid_of(path)} does not answer; it may be suspended") from None
-        except (ConnectionRefusedError, ProcessLookupError):  # it was killed
-            with suppress(OSError):
-                os.unlink(path)
-            return None
-        except (OSError, EOFError):
-            return None
+        return _ask(watcher, path, question)
+
+
+def _ask(watcher: socket.socket, path: str, question: dict[str, Any]) -> Any:
+    """Connect to a watcher. Return None if it has ended. Raises TimeoutError."""
+    watcher.settimeout(ANSWER_SECONDS)
+    try:
+        watcher.connect(path)
+        if pid := check_peer(watcher):
+            os.kill(pid, 0)  # a process that it has forked may keep the socket of a dead one open
+        return ask(watcher, question)
+    except (TimeoutError, BlockingIOError):  # BlockingIOError: too many visitors wait already
+        raise TimeoutError(f"process {_pid_of(path)} does not answer; it may be suspended") from None
+    except (ConnectionRefusedError, ProcessLookupError):  # it was killed
+        with suppress(OSError):
+            os.unlink(path)
+        return None
+    except (OSError, EOFError):
+        return None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -9,12 +10,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, open_anonymous_file, write_all
 from mpwatch.version import __version__
 from mpwatch.watcher.processes.selector import Selector
-from mpwatch.wire.visits import SUFFIX, check_folder, check_peer, find_folder, pass_fd, send_answer
+from mpwatch.wire.visits import SUFFIX, check_folder, check_peer, find_folder
 
 READ_SIZE = 4096  # bytes; a question is shorter
-MAX_VISITORS = 64
 
 
 class Visitor:
@@ -26,18 +27,19 @@ class Visitor:
         self._selector = selector
 
     def answer(self, answer: object) -> None:
-        self._send(partial(send_answer, self.connection, answer))
+        """Never blocks, however large the answer is."""
+        try:
+            with open_anonymous_file("mpwatch-answer") as file:
+                write_all(file.fileno(), pickle.dumps(answer))
+                self.pass_fd(file.fileno())
+        except (OSError, MemoryError):
+            self.drop()
 
     def pass_fd(self, fd: int) -> bool:
         """Return False if the visitor has gone."""
-        return self._send(partial(pass_fd, self.connection, fd))
-
-    def _send(self, send: Callable[[], object]) -> bool:
-        if self.connection.fileno() == -1:
-            return False
         try:
-            send()
-        except (OSError, MemoryError):
+            socket.send_fds(self.connection, [b"!"], [fd], MSG_NOSIGNAL)
+        except OSError:
             self.drop()
             return False
         return True
@@ -107,8 +109,6 @@ class Visitors:
             return ()
         self._visitors = [other for other in self._visitors if other.connection.fileno() != -1]
         try:
-            if len(self._visitors) == MAX_VISITORS:
-                raise ConnectionRefusedError
             visitor = Visitor(connection, check_peer(connection), self._selector)
             connection.setblocking(False)
             self._selector.add(connection.fileno(), partial(self._read, visitor))
@@ -119,14 +119,13 @@ class Visitors:
 
     def _read(self, visitor: Visitor) -> tuple[()]:
         try:
-            questions = [json.loads(line) for line in visitor.connection.recv(READ_SIZE).splitlines()]
+            question = json.loads(visitor.connection.recv(READ_SIZE))
         except BlockingIOError:
             return ()
         except (OSError, ValueError, RecursionError):
-            questions = []
-        if not questions or not all(isinstance(question, dict) for question in questions):
-            visitor.drop()
-            return ()
-        for question in questions:
+            question = None
+        if isinstance(question, dict):
             self._answer(question, visitor)
+        else:  # it has gone, or sends anything
+            visitor.drop()
         return ()

@@ -2,27 +2,22 @@
 
     /tmp/mpwatch-<uid>/<pid>-<random>-<version>.sock: one for each run and WorkerGroup
 
-    visitor --- one line of JSON for each question, such as {"ask": "stacks"} ---> watcher
-    visitor <--- one byte, with the descriptor of a file that has a pickle -------- watcher
+    visitor --- one question in JSON, such as {"ask": "stacks"} --------------> watcher
+    visitor <--- one byte, with the descriptor of a file that has a pickle ---- watcher
 
 The folder is in /tmp for all, since a job of a scheduler and a terminal may differ in TMPDIR and XDG_RUNTIME_DIR. Only its
 user may enter it, and both ends check who the other one is: whoever unpickles trusts the other.
 """
-
-from __future__ import annotations
 
 import json
 import os
 import pickle
 import socket
 import stat
+from collections.abc import Mapping
+from typing import Any
 
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, open_anonymous_file, read_peer, receive_with_fds, write_all
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, read_peer, receive_with_fds
 
 SUFFIX = ".sock"
 
@@ -46,18 +41,6 @@ def check_peer(connection: socket.socket) -> int:
     return pid
 
 
-def send_answer(visitor: socket.socket, answer: object) -> None:
-    """Never blocks, however large the answer is. Raises OSError."""
-    with open_anonymous_file("mpwatch-answer") as file:
-        write_all(file.fileno(), pickle.dumps(answer))
-        pass_fd(visitor, file.fileno())
-
-
-def pass_fd(visitor: socket.socket, fd: int) -> None:
-    """Raises OSError."""
-    socket.send_fds(visitor, [b"!"], [fd], MSG_NOSIGNAL)
-
-
 def receive_fd(watcher: socket.socket) -> int:
     """Raises OSError: TimeoutError if none comes. EOFError: the watcher has ended."""
     _, fds, _ = receive_with_fds(watcher, 1, 1)
@@ -68,6 +51,6 @@ def receive_fd(watcher: socket.socket) -> int:
 
 def ask(watcher: socket.socket, question: Mapping[str, Any]) -> Any:
     """Raises as `receive_fd`."""
-    watcher.sendall(json.dumps(question).encode() + b"\n", MSG_NOSIGNAL)
+    watcher.sendall(json.dumps(question).encode(), MSG_NOSIGNAL)
     with open(receive_fd(watcher), "rb") as file:
         return pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
