@@ -49,7 +49,6 @@ from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling.packed import Unpacked
-from mpwatch.wire.pickling.return_values import pack_none
 
 Failures = dict[int, ProcessFailure]  # by rank
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
@@ -128,8 +127,6 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
     try:
         if isinstance(content, OSError):
             raise content
-        if content == pack_none():
-            return LoadedValue(None, None)
         value = Unpacked(content)
         kind = value.about
         return LoadedValue(value.load(), None)

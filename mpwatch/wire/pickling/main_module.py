@@ -60,22 +60,13 @@ def set_up(about: dict[str, Any]) -> None:
 
 # --- Modules that only the caller finds
 
-_found_by_all: dict[str, Any] = {}  # modules that any process finds, with the sys.path of the time below
-_path: list[str] = []
-
 
 def _find_own_files(names: Iterable[str]) -> Files:
     """Return the files of those of these modules that no other process finds, and of all modules beside them."""
-    if _path != sys.path:
-        _path[:] = sys.path
-        _found_by_all.clear()
     files: Files = {}
     for name in names:
-        module = sys.modules.get(name)
-        if module is not None and _found_by_all.get(name) is not module:
+        if (module := sys.modules.get(name)) is not None:
             _find_own_file(name, module, files)
-            if name not in files:
-                _found_by_all[name] = module
     if files:
         folders = {os.path.dirname(file) for file, _ in files.values() if file is not None}
         for name, module in list(sys.modules.items()):
@@ -91,8 +82,9 @@ def _find_own_file(name: str, module: Any, files: Files) -> None:
         return
     parent, _, last = name.rpartition(".")
     folder, base = os.path.split(file if path is None else os.path.dirname(file))
-    folders = getattr(sys.modules.get(parent), "__path__", ()) if parent else map(os.path.abspath, sys.path)
-    if folder not in folders or base.partition(".")[0] != last:
+    folders = getattr(sys.modules.get(parent), "__path__", ()) if parent else sys.path
+    is_found = folder in folders or (not parent and folder in map(os.path.abspath, sys.path))
+    if not is_found or base.partition(".")[0] != last:
         files[name] = os.path.abspath(file), None if path is None else list(path)
         while parent and not hasattr(sys.modules.get(parent), "__file__"):  # pytest makes such parents
             files.setdefault(parent, (None, []))

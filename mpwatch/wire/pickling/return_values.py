@@ -11,7 +11,6 @@ import io
 import pickle
 import sys
 from contextlib import suppress
-from functools import cache
 from types import FunctionType
 
 from mpwatch.wire.pickling.definitions import received
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, TypeVar
 
-    from mpwatch.wire.pickling.pickler import Pickler
-
     T = TypeVar("T")
     MakePickler = Callable[[Any, Any], pickle.Pickler]  # from a stream and a function that keeps large buffers
 
@@ -32,16 +29,7 @@ MAX_INLINE_SIZE = 1 << 16  # bytes; a value up to this size is sent over the cha
 
 def pack(value: Any) -> Packed:
     """Pickle a value. Raises whatever pickling raises, or OSError if the file cannot be written."""
-    if value is None:  # most functions return None
-        packed = Packed("", 0)
-        packed.body = pack_none()
-        return packed
     return _dump_with_either(lambda make: _pack(value, make))
-
-
-@cache
-def pack_none() -> bytes:
-    return _pack(None, _make_plain_pickler).body
 
 
 def dumps(part: Any) -> bytes:
@@ -64,12 +52,14 @@ def _dump_with_either(dump: Callable[[MakePickler], T]) -> T:
     """Try plain pickle first if the pickler is not loaded: its import takes a rank 6 ms, and that of cloudpickle 11 ms."""
     if "mpwatch.wire.pickling.pickler" not in sys.modules:
         try:
-            return dump(_make_plain_pickler)
+            return dump(PlainPickler)
         except OSError:  # the file cannot be written
             raise
         except Exception:  # noqa: BLE001, S110  cloudpickle is tried next, and its exception is raised
             pass
-    return dump(_make_pickler)
+    from mpwatch.wire.pickling.pickler import Pickler
+
+    return dump(Pickler)
 
 
 def _pack(value: Any, make: MakePickler) -> Packed:
@@ -88,25 +78,17 @@ def _get_type_name(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-class _PlainPickler(pickle.Pickler):
+class PlainPickler(pickle.Pickler):
+    def __init__(self, stream: Any, keep: Any) -> None:
+        self.dispatch_table = {**copyreg.dispatch_table, **VIEW_REDUCERS, **_get_torch_reducers()}
+        super().__init__(stream, 5, buffer_callback=keep)
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
             top = obj.__qualname__.partition(".")[0]
             if top not in received or vars(sys.modules["__main__"]).get(top) is not received[top]:
                 raise pickle.PicklingError(f"the rank has made {obj.__qualname__} itself")
         return NotImplemented
-
-
-def _make_plain_pickler(stream: Any, keep: Any) -> pickle.Pickler:
-    pickler = _PlainPickler(stream, 5, buffer_callback=keep)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **VIEW_REDUCERS, **_get_torch_reducers()}
-    return pickler
-
-
-def _make_pickler(stream: Any, keep: Any) -> Pickler:
-    from mpwatch.wire.pickling.pickler import Pickler
-
-    return Pickler(stream, keep)
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
