@@ -170,7 +170,7 @@ def _converse(rank: int, watcher: socket.socket) -> None:
             line = input(f"(rank {rank}) {prompt}")
             if line.strip() in ("q", "quit", "exit"):
                 return
-            connection.send(("line", line))
+            connection.send(f"{line}\n")
 
 
 def jobs() -> list[Job]:

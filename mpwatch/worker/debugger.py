@@ -5,7 +5,7 @@
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
     rank to watcher     (text, can_be_left, thread, place): what pdb has written; the last line is the prompt
-    watcher to rank     ("line", text), ("end of file",) or ("refused", reason)
+    watcher to rank     a line, or "" at the end of the input, as `readline` returns it; (reason,) if there can be no prompt
 
 Objects of Pdb with streams of the user's own, and subclasses with their own `cmdloop` such as IPython's, stay as they are.
 """
@@ -149,7 +149,7 @@ class Prompt:
             self.is_asking = True
             try:
                 self.connection.send((text, can_be_left, name, place))
-                kind, *values = self.connection.recv()
+                answer = self.connection.recv()
             except (EOFError, OSError):
                 if not self.is_visited:
                     _wait_for_end()
@@ -160,9 +160,7 @@ class Prompt:
                 return "continue\n"
             finally:
                 self.is_asking = False
-        if kind == "refused":
-            _refuse(values[0])
-        return f"{values[0]}\n" if kind == "line" else ""
+        return answer if isinstance(answer, str) else _refuse(*answer)
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -86,7 +86,7 @@ class RankSession:
         output, self.output = self.output, ""
         return output
 
-    def answer(self, *message: object) -> None:
+    def answer(self, message: str | tuple[str]) -> None:
         self.is_at_prompt = False
         with suppress(OSError):  # the rank has ended; `receive` notices it
             self.connection.send(message)
@@ -107,7 +107,7 @@ class DebuggerConsole:
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
-        self._update()
+        self._receive()
         first = self._choose()
         if first is None:
             return
@@ -128,13 +128,6 @@ class DebuggerConsole:
                     self._receive()
                 except UnicodeDecodeError as error:
                     self._write(f"*** {error}\n")
-                except EOFError:
-                    self._write("\n")
-                    if session.can_be_left:
-                        session.answer("end of file")
-                        self._wait_for_prompt(session)
-                    else:
-                        self._quit(session, signals)
                 except KeyboardInterrupt:
                     self._write("\n")
                     self._quit(session, signals)
@@ -146,29 +139,22 @@ class DebuggerConsole:
             session.connection.close()
         self._sessions.clear()
 
-    def _update(self) -> None:
-        """Begin a session with each rank that has sent a socket. Read the messages of all ranks."""
-        new = []
-        for rank, fd in self._watcher.take_debugger_sockets():
-            if rank in self._sessions:  # before the rank was restarted
-                self._sessions[rank].connection.close()
-            self._sessions[rank] = RankSession(rank, Connection(fd))
-            new.append(self._sessions[rank])
-        self._receive()
-        self._wait_for_prompt(*new)
-
     def _refuse_all(self, reason: str) -> None:
         for session in self._get_stopped():
             if not session.can_be_left:
-                session.answer("refused", reason)
+                session.answer((reason,))
                 continue
-            session.answer("end of file")
+            session.answer("")
             if not self._has_warned:
                 self._has_warned = True
                 self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
 
     def _receive(self) -> None:
-        """Read the messages of all ranks. Remove the sessions of ranks that have ended."""
+        """Begin a session with each rank that has sent a socket. Read all messages. Forget the ranks that have ended."""
+        for rank, fd in self._watcher.take_debugger_sockets():
+            if rank in self._sessions:  # before the rank was restarted
+                self._sessions[rank].connection.close()
+            self._sessions[rank] = RankSession(rank, Connection(fd))
         for session in list(self._sessions.values()):
             try:
                 session.receive()
@@ -189,7 +175,12 @@ class DebuggerConsole:
         return [self._sessions[rank] for rank in sorted(self._sessions) if self._sessions[rank].is_at_prompt]
 
     def _handle_line(self, session: RankSession, line: str, signals: Prompter) -> None:
-        self._update()  # other ranks may have come to a breakpoint while the user was typing
+        self._receive()  # other ranks may have come to a breakpoint while the user was typing
+        if not line:
+            self._write("\n")  # after what Ctrl-D shows
+            if not session.can_be_left:
+                self._quit(session, signals)
+                return
         # not at the prompt of `interact` or `commands`, nor at a question
         match line.split() if session.prompt.endswith(PDB_PROMPT) else []:
             case ["ranks"]:
@@ -203,14 +194,13 @@ class DebuggerConsole:
             case ["all", command, *_] if re.match(r"[\w!]", command):
                 self._ask_all(line.strip().removeprefix("all").lstrip())
             case _:
-                session.answer("line", line)
-                self._wait_for_prompt(session)
+                session.answer(line)
+                self._wait_for_prompts([session], NEXT_PROMPT_SECONDS)
 
-    def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
+    def _wait_for_prompts(self, expected: Sequence[RankSession], seconds: float) -> None:
         deadline = monotonic() + seconds
-        while True:
-            running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
-            if not running or not wait([one.connection for one in running], max(0.0, deadline - monotonic())):
+        while running := [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]:
+            if not wait([one.connection for one in running], max(0.0, deadline - monotonic())):
                 return
             self._receive()
 
@@ -240,8 +230,8 @@ class DebuggerConsole:
         asked = self._get_stopped()
         for session in asked:
             session.take_output()  # where it had stopped; `rank N` shows it, too
-            session.answer("line", line)
-        self._wait_for_prompt(*asked, seconds=ALL_PROMPTS_SECONDS)
+            session.answer(f"{line}\n")
+        self._wait_for_prompts(asked, ALL_PROMPTS_SECONDS)
         for session in asked:
             if output := session.take_output():
                 self._write(f"rank {session.rank}:{' ' if len(output.splitlines()) == 1 else chr(10)}{output}")
@@ -312,7 +302,7 @@ def explain_missing_prompt() -> str:
 
 
 def read_line(prompt: str, socket: int) -> str:
-    """Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, PromptClosedError if the rank closes its end."""
+    """Return "" at Ctrl-D. Raises KeyboardInterrupt at Ctrl-C, PromptClosedError if the rank closes its end."""
     with ExitStack() as stack:
         handler = signal.signal(signal.SIGURG, _close_prompt)
         stack.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
@@ -322,7 +312,10 @@ def read_line(prompt: str, socket: int) -> str:
         thread.start()
         stack.callback(thread.join)
         stack.callback(stop.wake)
-        return input(prompt)
+        try:
+            return f"{input(prompt)}\n"
+        except EOFError:
+            return ""
 
 
 def _close_prompt(*_: object) -> NoReturn:
