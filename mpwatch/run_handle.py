@@ -13,7 +13,7 @@ from mpwatch.errors import LaunchError, RunFailedError, raise_if_failed
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
-from mpwatch.results.model import Progress, WorkerState
+from mpwatch.results.model import Progress, WorkerState, make_progress
 from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
@@ -136,9 +136,7 @@ class RunHandle(Future[RunResult[T]]):
         statuses = () if call is None else call.watcher.take_statuses()
         reports = self._select({status.rank: status.report for status in statuses})
         return {
-            rank: Progress(
-                step=report.step, total=report.total, metrics=report.metrics, elapsed=report.at - self._started_at
-            )
+            rank: make_progress(report, self._started_at)
             for rank, report in reports.items()
             if report is not None and report.at >= self._started_at  # not of an earlier call of the rank
         }

@@ -14,7 +14,7 @@ from typing import Any
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.select import select_display
 from mpwatch.results.collective import Collective
-from mpwatch.results.model import Progress, RankStatus, WorkerState
+from mpwatch.results.model import Progress, RankStatus, WorkerState, make_progress
 from mpwatch.results.report import format_count
 from mpwatch.results.stacks import Stacks
 from mpwatch.version import __version__
@@ -82,16 +82,7 @@ class Job:
         """Return what each rank passed to its last call of `mpwatch.report()`, as `RunHandle.progress`."""
         status = self._ask_status()
         begun = time.monotonic() - (time.time() - status.started_at)
-        return {
-            rank.rank: Progress(
-                step=rank.report.step,
-                total=rank.report.total,
-                metrics=rank.report.metrics,
-                elapsed=max(0.0, rank.report.at - begun),
-            )
-            for rank in status.ranks
-            if rank.report is not None
-        }
+        return {rank.rank: make_progress(rank.report, begun) for rank in status.ranks if rank.report is not None}
 
     def request_stop(self) -> bool:
         """Ask the ranks to save and return, as `RunHandle.request_stop`. Does not wait for them.

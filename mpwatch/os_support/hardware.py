@@ -26,12 +26,8 @@ def may_have_gpus() -> bool:
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)
 
 
-def can_set_affinity() -> bool:
-    return hasattr(os, "sched_setaffinity")
-
-
 def get_allowed_cpus() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(0)) if can_set_affinity() else frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else frozenset(range(os.cpu_count() or 1))
 
 
 @contextmanager
@@ -40,7 +36,7 @@ def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
     if cpus is None:
         yield
         return
-    if not can_set_affinity():
+    if not hasattr(os, "sched_setaffinity"):
         raise OSError(errno.ENOTSUP, "this system cannot bind a process to CPUs; leave out the CPUs of placement")
     before = os.sched_getaffinity(0)
     try:
@@ -62,7 +58,5 @@ def format_cpus(cpus: Iterable[int]) -> str:
             ranges[-1][1] = cpu
         else:
             ranges.append([cpu, cpu])
-    if not ranges:
-        return "no CPU"
     word = "CPU" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "CPUs"
     return f"{word} " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

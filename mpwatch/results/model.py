@@ -56,6 +56,11 @@ class Progress:
     elapsed: float
 
 
+def make_progress(report: Report, run_started_at: float) -> Progress:
+    elapsed = max(0.0, report.at - run_started_at)
+    return Progress(step=report.step, total=report.total, metrics=report.metrics, elapsed=elapsed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lateness:
     """The slow rank: the one for which the others wait in the collectives of torch.distributed.

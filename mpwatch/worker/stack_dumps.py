@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from itertools import islice, starmap
+from itertools import islice
 from traceback import walk_stack
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 100  # of a thread, as in faulthandler
 MAX_DUMP = 60_000  # bytes of all stacks: what is more than a pipe holds would be lost, and the end mark with it
-MAX_NAME = 500  # characters, as in faulthandler
 
 c_enable = faulthandler.enable
 _crash_fd: int  # where the stack of a crash goes, unless the function has chosen another file
@@ -114,13 +113,8 @@ class StackWriter:
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
     frames = walk_stack(frame) if frame is not None else ()
-    return "".join([head, *starmap(_format_frame, islice(frames, MAX_FRAMES))]).encode()
-
-
-def _format_frame(frame: FrameType, line: int | None) -> str:
-    return f'  File "{_escape(frame.f_code.co_filename)}", line {line or 0} in {_escape(frame.f_code.co_name)}\n'
-
-
-def _escape(name: str) -> str:
-    name = name[:MAX_NAME]
-    return name if name.isprintable() else name.encode("unicode_escape").decode()
+    lines = [
+        f'  File "{frame.f_code.co_filename}", line {line or 0} in {frame.f_code.co_name}\n'
+        for frame, line in islice(frames, MAX_FRAMES)
+    ]
+    return "".join([head, *lines]).encode(errors="backslashreplace")

@@ -7,19 +7,14 @@ If stdout is a pipe or a file, Python and the C library write in blocks. After `
 once, so that no line is lost if the rank is killed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from mpwatch.os_support.descriptors import STDERR, line_buffer_c_stdout
 from mpwatch.wire.messages import READY_BODY
 from mpwatch.worker.stack_dumps import register_stack_dumps
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output is captured
 

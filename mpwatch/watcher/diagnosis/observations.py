@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
-from mpwatch.results.model import Lateness, Progress
+from mpwatch.results.model import Lateness, Progress, make_progress
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, get_current_collective
 from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
@@ -62,9 +62,7 @@ class RankObservations:
 
     def get_progress(self, run_started_at: float) -> Progress | None:
         report = self.heartbeat.report
-        if report is None:
-            return None
-        return Progress(step=report.step, total=report.total, metrics=report.metrics, elapsed=report.at - run_started_at)
+        return None if report is None else make_progress(report, run_started_at)
 
 
 @dataclass(frozen=True)

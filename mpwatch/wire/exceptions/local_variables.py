@@ -3,18 +3,12 @@
 `repr` runs code of the variable's class, which can take long. After LIMIT_SECONDS, the other texts are STOPPED.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from reprlib import Repr
 from traceback import walk_tb
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType, TracebackType
 
 from mpwatch.os_support.clock import monotonic
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import FrameType, TracebackType
 
 LIMIT_SECONDS = 1.0
 MAX_VARIABLES = 100  # of a frame
