@@ -122,3 +122,8 @@ def test_public_names_are_sorted_and_documented():
 def test_import_mpwatch_loads_no_large_package():
     program = "import sys, mpwatch; mpwatch.run, mpwatch.events.JsonLines; print(*sys.modules)"
     assert not {"torch", "cloudpickle", "tblib", "numpy", "asyncio"} & set(python("-c", program).stdout.split())
+
+
+def test_a_rank_starts_without_what_only_some_functions_need():
+    program = "import sys; before = {*sys.modules}; import mpwatch.worker.main; print(*sys.modules.keys() - before)"
+    assert not {"typing", "logging", "pdb", "cloudpickle"} & set(python("-c", program).stdout.split())

@@ -14,12 +14,17 @@ PYTHON_DUMP_SIGNAL, which asks the rank for its stacks (stack_dumps.py). To defe
 the signal. mpwatch does not block signals in the main thread, because the kernel could deliver a signal to another thread.
 """
 
+from __future__ import annotations
+
 import signal
-from typing import Any
 
 from mpwatch.os_support.signals import change_mask, get_handler, list_python_handlers, set_handler
 from mpwatch.wire.shared_memory import RankSlot
 from mpwatch.worker.stack_dumps import StackWriter
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class DeferredSignals:

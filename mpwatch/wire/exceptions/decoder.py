@@ -7,16 +7,21 @@ pickle can be loaded. Otherwise it becomes a stand-in, with the name, the builti
 `read_cause_chain`, `read_summary` and `read_traceback_text` run no user code.
 """
 
+from __future__ import annotations
+
 import builtins
 import marshal
 from collections.abc import Sequence
-from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.tracebacks import build_traceback
 from mpwatch.wire.pickling import return_values
 
-ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+ExceptionNode = dict[str, "Any"]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
 
 
 # What user code, such as an observer, may raise in the caller's thread without ending the run. All else ends it: a

@@ -9,10 +9,11 @@ order. They are sent one after the other, so that user code that crashes or hang
     locals    with debug="locals", the texts of the frames' variables, which take a `repr` of each.
 """
 
+from __future__ import annotations
+
 import copyreg
 import marshal
 import traceback
-from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.decoder import (
@@ -23,6 +24,10 @@ from mpwatch.wire.exceptions.decoder import (
 )
 from mpwatch.wire.exceptions.tracebacks import read_frames
 from mpwatch.wire.pickling import return_values
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _get_slot_names: Any = vars(copyreg)["_slotnames"]
 MAX_NODES = 2000  # causes, contexts and group members together; further nodes are left out
