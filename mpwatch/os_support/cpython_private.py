@@ -1,13 +1,12 @@
 """Names of CPython's private API that mpwatch uses, and what breaks without them. CPython 3.11 to 3.15 has all of them.
 
 watcher/processes/process.py:
-- `multiprocessing.Process._Popen` and `popen_spawn_posix.Popen._launch`, overridden. If `Process.start` does not call them,
-  a rank is an ordinary spawned process, with the process group and the environment of its parent.
+- `popen_spawn_posix.Popen._launch`, overridden. If the constructor does not call it, no rank can be started.
 - `popen_fork.Popen._send_signal`, overridden for `terminate` and `kill`. Else child processes of the rank get no signal.
 - `popen_spawn_posix.Popen`, `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and
   `spawn.get_command_line`, which look public. Without one of them, no rank can be started.
-- `Process._popen`, since the user may close any process in `multiprocessing.active_children()`. Else keep what `_Popen`
-  returns.
+- `Process._popen`, `Process._sentinel` and `process._children`: `Process.start` sets them too, but refuses to do it in a
+  daemonic process. Else `active_children()` does not list the ranks, and their Process objects are as before a start.
 - `process._children`: `Process.close` also forgets the child, but breaks a `join` in another thread. Else dead ranks stay in
   `active_children()`, and the program waits at its end for a rank that cannot be killed.
 - `process.ORIGINAL_DIR`, which spawn passes to the child for the "" in sys.path. Else the ranks of a program that has left

@@ -8,7 +8,7 @@ imports `__main__`, so this import must not start ranks either.
 import os
 import sys
 import threading
-from multiprocessing import current_process, spawn
+from multiprocessing import spawn
 from types import FrameType
 
 from mpwatch.errors import LaunchError
@@ -29,12 +29,6 @@ def check_host() -> None:
                 f"{module[: module.index('.')]} has replaced threads, select, os or subprocess here; call mpwatch in a "
                 "process without monkey patching (in Celery: a worker with --pool=solo or --pool=threads)"
             )
-    if current_process().daemon:
-        raise LaunchError(
-            "this process is daemonic, as in multiprocessing.Pool and in Celery's prefork pool, and Python lets it have no "
-            "children; start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo or "
-            "--pool=threads, or set multiprocessing.current_process().daemon = False before the run"
-        )
     executable = os.fsdecode(spawn.get_executable() or "")
     if not os.path.isfile(executable):
         raise LaunchError(

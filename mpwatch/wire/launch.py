@@ -18,12 +18,12 @@ class LaunchInfo(SimpleNamespace):
 
 
 class RankProcess(SpawnProcess):
-    """The process of a rank, which runs `main(launch_info)` of the module `program`. In the watcher, a subclass starts and
+    """The process of a rank, which runs `main(launch_info)` of the module `program`. The watcher's RankPopen starts and
     signals it (watcher/processes/process.py). `start_method` is the child's default.
     """
 
     def __init__(self, launch_info: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:
-        super().__init__(name=name)
+        super().__init__(name=name, daemon=False)
         self.launch_info = launch_info
         self.program = program
         self._start_method = start_method  # type: ignore[assignment]  # spawn sets it in the child; typeshed says: str

@@ -39,10 +39,22 @@ def test_a_program_without_an_interpreter(monkeypatch, path):
     refuse_all(rf"{path or ''!r} is no file; name the interpreter by multiprocessing.set_executable\(")
 
 
-def test_a_daemonic_process(monkeypatch):
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    remedy = "start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo"
-    refuse_all(rf"^this process is daemonic.*{remedy}.*daemon = False before the run$")
+IN_POOL = """
+import mpwatch, multiprocessing
+
+def is_daemonic():
+    return multiprocessing.current_process().daemon
+
+def run():
+    return is_daemonic(), list(mpwatch.run(is_daemonic, 2))
+
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.apply(run))
+"""
+
+
+def test_a_daemonic_process_can_start_ranks_which_are_not_daemonic():
+    assert python("-c", IN_POOL).stdout == "(True, [False, False])\n"
 
 
 REMEDY = 'put the call into a function, or under `if __name__ == "__main__":`'

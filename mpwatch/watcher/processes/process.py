@@ -1,9 +1,9 @@
 """The process of one rank: start it, send it signals, read its exit code, reap it. Runs in the watcher.
 
-    ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> posix_spawn
+    ProcessPool.start -> RankPopen.start -> RankPopen._launch -> posix_spawn
 
 A rank is an ordinary multiprocessing.Process of the spawn context. So `multiprocessing.active_children()` lists the rank,
-and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
+and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in four
 points:
 
 - The rank does not import the `__main__` module of the calling program. After mpwatch has started a rank, the
@@ -11,6 +11,7 @@ points:
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
   that the rank starts. Before the rank's first instruction, mpwatch also sets the CPUs, the environment, stdin, stdout and
   stderr of the rank. The rank's stdin is empty.
+- A daemonic process, such as a worker of Dask or of multiprocessing.Pool, can start ranks, which end with it in any case.
 - The sentinel of a rank is a pidfd or, where the system has none, a socket that a thread shuts down at its death. The
   sentinel of an ordinary multiprocessing.Process is a pipe of the child, which a process that the child has forked keeps
   open, and `os.exec` closes.
@@ -81,25 +82,28 @@ class RankPopen(Popen):
 
     @classmethod
     def start(cls, launch_info: LaunchInfo, name: str, surroundings: Surroundings) -> Self:
-        """Start a rank. `launch_info` is what it reads first. Raises OSError, RuntimeError, AssertionError."""
-        process = _WatchedProcess(launch_info, name, surroundings)
-        process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
-        # Kept here, because the calling program may close any Process that multiprocessing.active_children() returns.
-        popen: Self = vars(process)["_popen"]
+        """Start a rank. `launch_info` is what it reads first. Raises OSError or RuntimeError."""
+        process = RankProcess(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
+        popen = cls(process, surroundings)
+        # As Process.start does, which refuses it in a daemonic process. The watcher keeps the RankPopen, because the calling
+        # program may close any Process that multiprocessing.active_children() returns.
+        vars(process).update(_popen=popen, _sentinel=popen.sentinel)
+        mp_process._children.add(process)
         return popen
 
-    def __init__(self, process: "_WatchedProcess") -> None:
+    def __init__(self, process: RankProcess, surroundings: Surroundings) -> None:
         self.name = process.name
-        self._process: _WatchedProcess | None = process
+        self._process: RankProcess | None = process
+        self._surroundings = surroundings
         self._lock = threading.Lock()
         self._is_reaped = False
         self._is_exit_code_known = True
         self._exit_thread: threading.Thread | None = None
         super().__init__(process)  # calls `_launch`
 
-    def _launch(self, process: "_WatchedProcess") -> None:
+    def _launch(self, process: RankProcess) -> None:
         tracker_fd: Any = resource_tracker.getfd()
-        around = process.surroundings
+        around = self._surroundings
         data = self._pickle(process)
         with ExitStack() as stack:
             child_r, parent_w = os.pipe()
@@ -137,7 +141,7 @@ class RankPopen(Popen):
             raise
         return ours.detach()
 
-    def _pickle(self, process: "_WatchedProcess") -> bytes:
+    def _pickle(self, process: RankProcess) -> bytes:
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -239,22 +243,6 @@ class RankPopen(Popen):
         """Those of a running rank stay open, because the watcher waits for it."""
         if self._is_reaped:
             super().close()
-
-
-class _WatchedProcess(RankProcess):
-    """In the watcher: the multiprocessing.Process of a rank. In the rank, the class of the Process object is RankProcess."""
-
-    def __init__(self, launch_info: LaunchInfo, name: str, surroundings: Surroundings) -> None:
-        super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
-        self.surroundings = surroundings
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802  multiprocessing's name for it
-        return RankPopen(process_obj)
-
-    def __reduce__(self) -> Any:
-        state = {name: value for name, value in vars(self).items() if name != "surroundings"}
-        return RankProcess.__new__, (RankProcess,), state
 
 
 def _fill_pipe(pipe: int, data: bytes) -> None:

@@ -84,7 +84,7 @@ class ProcessPool:
     def start(self, setup: RankSetup) -> Rank:
         try:
             return self._start(setup)
-        except (OSError, RuntimeError, AssertionError) as error:
+        except (OSError, RuntimeError) as error:
             raise LaunchError(with_remedy(f"rank {setup.worker.rank} could not be started", error)) from error
 
     def _start(self, setup: RankSetup) -> Rank:
