@@ -16,17 +16,17 @@ import pytest
 from mpwatch import Backend, LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
 from mpwatch.integrations.pytest_plugin import MARK, RANK_KEY
 from mpwatch.integrations.pytest_plugin.rank_session import (
+    RankSession,
     SessionConfig,
     TestRequest,
-    end_session,
+    call_session,
     get_module,
     get_name_in_module,
     prepare_session,
     run_item,
-    tear_down_fixtures,
 )
 
-SHARED_FIXTURES = ("tmp_path",)  # set up in this process, and sent to all ranks
+TMP_PATH = "tmp_path"  # set up in this process, and sent to all ranks
 TMP_PATH_FACTORY = "tmp_path_factory"  # pytest keeps its folders for some time after the tests
 STALL_SECONDS = 5.0  # for ranks that do not meet in a collective: steps of tests are shorter than those of trainings
 PLAIN_TYPES = str | int | float | bool | None
@@ -39,7 +39,7 @@ NEXT_ITEM = pytest.StashKey[pytest.Item | None]()  # in the stash of an item
 def redirect_to_ranks(item: pytest.Item) -> None:
     """Make pytest run the test in the ranks, which also set up the fixtures of the test."""
     names = getattr(item, "fixturenames", [])
-    names[:] = [TMP_PATH_FACTORY, *(name for name in names if name in SHARED_FIXTURES)]
+    names[:] = [TMP_PATH_FACTORY, *(name for name in names if name == TMP_PATH)]
     item.runtest = partial(_run_test, item)  # type: ignore[method-assign]
 
 
@@ -120,7 +120,7 @@ class ModuleGroup:
         request = TestRequest(
             name=get_name_in_module(item),
             next_name=get_name_in_module(next_item) if next_item and get_module(next_item) is get_module(item) else None,
-            shared_fixtures={name: value for name, value in _get_fixture_values(item).items() if name in SHARED_FIXTURES},
+            tmp_path=_get_fixture_values(item).get(TMP_PATH),
         )
         result = self._call(partial(prepare_session, self._session_config))
         if not _has_failed(result):
@@ -131,7 +131,7 @@ class ModuleGroup:
         if not _has_failed(result):
             return []
         # The next call gets a new process group, and fixtures may have references to the old process group.
-        later = self._call_if_healthy(tear_down_fixtures)
+        later = self._call_if_healthy(RankSession.tear_down)
         for each in later:
             self._add_report_sections(item, "teardown", each)
         return [result, *filter(_has_failed, later)]
@@ -140,16 +140,17 @@ class ModuleGroup:
         """Tear down the remaining fixtures, and end the ranks. Return the results of failed calls."""
         __tracebackhide__ = True
         with self._group:
-            results = self._call_if_healthy(end_session)
+            results = self._call_if_healthy(RankSession.end)
         for result in results:
             for title, text in self._read_new_output(result):
                 sys.stdout.write(f"{title}:\n{text}")
         return [*filter(_has_failed, results)]
 
-    def _call_if_healthy(self, fn: Callable[[], None]) -> list[RunResult[Any]]:
-        """If the WorkerGroup is healthy, call `fn` in all ranks, with the timeout that the last test had."""
+    def _call_if_healthy(self, method: Callable[[RankSession], None]) -> list[RunResult[Any]]:
+        """If the WorkerGroup is healthy, call a method of all sessions, with the timeout that the last test had."""
         __tracebackhide__ = True
-        return [self._call(fn, self._last_timeout)] if self._group.state is WorkerState.HEALTHY else []
+        is_healthy = self._group.state is WorkerState.HEALTHY
+        return [self._call(partial(call_session, method), self._last_timeout)] if is_healthy else []
 
     def _call(self, fn: Callable[[], None], timeout: float | None = None) -> RunResult[Any]:
         __tracebackhide__ = True

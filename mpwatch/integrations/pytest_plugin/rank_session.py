@@ -1,14 +1,14 @@
 """The part of the pytest plugin that runs in each rank, and makes a pytest session there for one test module.
 
-The controller (controller.py, in pytest's own process) calls `prepare_session` and `run_item` for each test, and finally
-`end_session`. After a test has failed, the controller calls `tear_down_fixtures`.
+The controller (controller.py, in pytest's own process) calls `prepare_session` and `run_item` for each test. By
+`call_session` it calls `tear_down` after a failed test, and finally `end`.
 """
 
 import io
 import os
 import pdb  # noqa: T100  for the option --pdb
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,8 @@ class TestRequest:
     name: NameInModule
     next_name: NameInModule | None
     """The test that follows this test, or None if that test is in another module."""
-    shared_fixtures: dict[str, Any]
-    """Values of fixtures that the controller has set up, by name."""
+    tmp_path: Path | None
+    """The value of this fixture, which the controller has set up."""
 
 
 def get_module(item: pytest.Item) -> pytest.File:
@@ -76,43 +76,25 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 
 
 def prepare_session(config: SessionConfig) -> None:
-    """Call this before the timeout of the test begins, because a new session may import large modules."""
+    """Make the session, if there is none: before the timeout of the test begins, since this may import large modules."""
     __tracebackhide__ = True
-    _get_session(config)
+    state = current_worker().state
+    if SESSION not in state:
+        state[SESSION] = RankSession(config)
 
 
 def run_item(config: SessionConfig, request: TestRequest) -> None:
     """Set up the test, call it, and tear it down. If the test fails or is skipped, raise an exception that says why."""
     __tracebackhide__ = True
-    _get_session(config).run_item(request)
+    prepare_session(config)  # the rank may have been restarted
+    call_session(RankSession.run_item, request)
 
 
-def _get_session(config: SessionConfig) -> "RankSession":
+def call_session(method: Callable[..., None], *args: Any) -> None:
+    """Call a method of RankSession, if there is a session."""
     __tracebackhide__ = True
-    state = current_worker().state
-    if SESSION not in state:
-        state[SESSION] = RankSession(config)
-    session: RankSession = state[SESSION]
-    return session
-
-
-def tear_down_fixtures() -> None:
-    __tracebackhide__ = True
-    session = current_worker().state.get(SESSION)
-    if session is not None:
-        session.tear_down()
-
-
-def end_session() -> None:
-    __tracebackhide__ = True
-    session = current_worker().state.pop(SESSION, None)
-    if session is not None:
-        session.end()
-
-
-class _NullTerminal(io.StringIO):
-    def write(self, text: str) -> int:
-        return len(text)
+    if (session := current_worker().state.get(SESSION)) is not None:
+        method(session, *args)
 
 
 class RankSession:
@@ -122,7 +104,6 @@ class RankSession:
         rank = current_worker().rank
         self._collected_items: list[pytest.Item] = []
         self._collection_errors: list[str] = []
-        self._shared_fixtures: dict[str, Any] = {}
         os.chdir(config.invocation_dir)
         base_temp = f"--basetemp={config.temporary_dir}/rank{rank}"
         try:
@@ -146,7 +127,7 @@ class RankSession:
         try:
             pytest_config._do_configure()
             if (reporter := plugins.get_plugin("terminalreporter")) is not None:  # plugins and pytest itself need one
-                reporter._tw = create_terminal_writer(pytest_config, _NullTerminal())
+                reporter._tw = create_terminal_writer(pytest_config, io.StringIO())  # which nobody reads
             self._session = pytest.Session.from_config(pytest_config)
             pytest_config.hook.pytest_sessionstart(session=self._session)
             pytest_config.hook.pytest_collection(session=self._session)
@@ -163,7 +144,7 @@ class RankSession:
             name = "::".join(request.name)
             text = f"rank {current_worker().rank} did not collect the test {name}; all ranks must collect the same tests"
             raise pytest.fail.Exception("\n".join([text, *self._collection_errors]), pytrace=False)
-        self._shared_fixtures = request.shared_fixtures
+        self._tmp_path = request.tmp_path
         self._reports: list[tuple[pytest.CallInfo[None], pytest.TestReport]] = []
         self.tear_down(keep_for=item)  # if the expected next test was skipped, its fixtures are still set up
         next_item = item.parent if request.next_name is None else self._items.get(request.next_name, item.parent)
@@ -201,9 +182,9 @@ class RankSession:
             self._config._ensure_unconfigure()
 
     @pytest.fixture
-    def tmp_path(self) -> Path:
+    def tmp_path(self) -> Path | None:
         """Return the temporary folder of the test, which is the same folder in all ranks."""
-        return Path(self._shared_fixtures["tmp_path"])
+        return self._tmp_path
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self._collected_items.append(item)
