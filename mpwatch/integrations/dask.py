@@ -10,18 +10,14 @@ DaskEngine asks Dask every second for the list of workers.
 
 import asyncio
 import logging
-import multiprocessing
 import pickle
 import secrets
-import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, Unpack
 
 import cloudpickle
-from distributed import Client, get_worker
+from distributed import Client, Worker, get_worker
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
@@ -32,9 +28,9 @@ __all__ = ["run"]
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0  # between two looks at the list of workers
-END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
+END_SECONDS = 15.0  # for a node to end when it has lost the driver
+END_POLL_SECONDS = 0.1
 SYNC_SECONDS = 10.0  # for the scheduler to answer
-LARGE_CALL = 1_000_000  # bytes; Dask warns if a larger object is in the graph of tasks
 logger = logging.getLogger("mpwatch")
 
 
@@ -75,8 +71,7 @@ def run(
     __tracebackhide__ = True
     _check_client(client)
     least, _ = cluster.check_nodes(nodes)
-    grace_period = options.get("grace_period", 10.0)
-    engine = DaskEngine(client, least, workers=workers, resources=resources, address=address, grace_period=grace_period)
+    engine = DaskEngine(client, least, workers=workers, resources=resources, address=address)
     return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, **options)
 
 
@@ -104,7 +99,6 @@ class DaskEngine:
         workers: Collection[str] | None = None,
         resources: Mapping[str, float] | None = None,
         address: str | None = None,
-        grace_period: float = 10.0,
     ) -> None:
         if isinstance(workers, str):
             raise TypeError(f"workers must be a collection of addresses, not a string; write [{workers!r}]")
@@ -112,7 +106,7 @@ class DaskEngine:
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
-        self._least, self._grace_period = least, grace_period
+        self._least = least
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -156,9 +150,8 @@ class DaskEngine:
             future.cancel()
         if not self._futures:
             return
-        seconds = self._grace_period + END_SECONDS
         try:
-            self._ask(partial(self._wait_for_tasks, seconds), seconds + SYNC_SECONDS)
+            self._ask(self._wait_for_tasks, END_SECONDS + SYNC_SECONDS)
         except OSError as error:
             logger.warning("it is not known whether the Dask tasks of the job have ended: %s", error)
 
@@ -190,14 +183,10 @@ class DaskEngine:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _execute_on(self, worker: str, call: bytes, key: str) -> cluster.NodeOutcome:
-        if len(call) > LARGE_CALL:
-            data = await self._client.scatter(call, workers=[worker], hash=False)
-        else:
-            data = call
+        scattered = await self._client.scatter(call, workers=[worker], hash=False)  # Dask warns of large values in a task
         dask_future = self._client.submit(
             _call,
-            key,
-            data,
+            scattered,
             key=key,
             workers=[worker],
             allow_other_workers=False,
@@ -241,12 +230,12 @@ class DaskEngine:
         workers = await self._list_workers()
         return {self._find_place(worker, workers) for worker in workers}
 
-    async def _wait_for_tasks(self, seconds: float) -> None:
+    async def _wait_for_tasks(self) -> None:
         """Wait until no task is left, in this process and in the workers."""
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._left and (workers := sorted(self._left & (await self._client.nthreads()).keys())):
-            await self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
+            await self._client.run(_wait_until_ended, self._job, workers=workers, on_error="ignore")
 
     # --- In the driver's thread
 
@@ -254,15 +243,11 @@ class DaskEngine:
         """Execute a coroutine in the event loop of the client. Raises OSError if the coroutine does not end in time."""
         if self._client.status != "running":
             raise ConnectionError(f"the Dask client is {self._client.status}")
-        answer = asyncio.run_coroutine_threadsafe(question(), self._loop)
         try:
-            return answer.result(seconds)
-        except CancelledError:
-            raise ConnectionError("the Dask client was closed") from None
-        except TimeoutError as error:
-            raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from None
-        finally:
-            answer.cancel()
+            answer: T = self._client.sync(question, callback_timeout=seconds)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+        return answer
 
     def _count_places(self) -> int:
         try:
@@ -276,48 +261,19 @@ class DaskEngine:
 
 # --- In a Dask worker
 
-_has_ended = threading.Condition()  # its lock guards the two below
-_running: set[str] = set()  # the keys of the tasks that run in this process
-_was_daemon = False
 
-
-def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
+def _call(call: bytes) -> tuple[bytes, list[bytearray]]:
     """Return the data of the NodeOutcome: bytes, since Dask chooses the pickle protocol."""
-    with _allow_children(key):
-        outcome: cluster.NodeOutcome = pickle.loads(call)()
+    outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
 
 
-@contextmanager
-def _allow_children(key: str) -> Iterator[None]:
-    """Let this process start ranks, even if it is daemonic, as the worker of a Dask nanny is. They always end with their
-    watcher.
-    """
-    global _was_daemon
-    process = multiprocessing.current_process()
-    with _has_ended:
-        if not _running:
-            _was_daemon = process.daemon
-        if _was_daemon:
-            process.daemon = False
-        _running.add(key)
-    try:
-        yield
-    finally:
-        with _has_ended:
-            _running.discard(key)
-            if _was_daemon and not _running:
-                process.daemon = True
-            _has_ended.notify_all()
-
-
-async def _wait_until_ended(job: str, seconds: float) -> None:
-    await asyncio.to_thread(_wait_in_thread, job, seconds)
-
-
-def _wait_in_thread(job: str, seconds: float) -> None:
-    with _has_ended:
-        _has_ended.wait_for(lambda: not any(key.startswith(job) for key in _running), seconds)
+async def _wait_until_ended(job: str, dask_worker: Worker) -> None:
+    """Wait for tasks that were removed while they ran: the worker forgets them when they have ended."""
+    for _ in range(int(END_SECONDS / END_POLL_SECONDS)):
+        if not any(str(key).startswith(job) for key in dask_worker.state.tasks):
+            break
+        await asyncio.sleep(END_POLL_SECONDS)
 
 
 def _find_address() -> str:
