@@ -1,8 +1,9 @@
 """An `Engine` starts nodes, a `NodeOutcome` is what a node returns, and `ThreadEngine` is an example of an engine."""
 
 import pickle
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,25 +82,37 @@ class NodeOutcome:
 
 
 class ThreadEngine:
-    """An example of an engine, whose nodes are threads of this process. Use ThreadEngine for tests and first experiments."""
+    """An example of an engine, whose nodes are threads of this process. Use ThreadEngine for tests and first experiments.
+
+    It is also a base class for engines such as that for Ray. Their `start` passes a function to this one that makes the
+    cluster system execute the call, and waits for its return value.
+    """
 
     def __init__(self) -> None:
         self.address = "127.0.0.1"
-        self._executor = ThreadPoolExecutor(64, thread_name_prefix="mpwatch node")
         self._futures: dict[int, Future[NodeOutcome]] = {}
+        self._threads: list[threading.Thread] = []
 
     def start(self, call: Callable[[], NodeOutcome], number: int) -> Future[NodeOutcome]:
-        """Execute the call in a separate thread."""
-        self._futures[number] = self._executor.submit(call)
-        return self._futures[number]
+        """Execute the call in a separate thread, which is a daemon: it does not keep the program from ending."""
+        future = self._futures[number] = Future[NodeOutcome]()
+        future.set_running_or_notify_cancel()  # so its `cancel` does nothing
+        thread = threading.Thread(target=_execute, args=(call, future), name=f"mpwatch node {number}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return future
 
     def cancel(self, number: int) -> None:
-        """Cancel the call if it has not begun.
-
-        If the call has begun, do nothing: the call ends when the driver closes the node's connection.
-        """
-        self._futures[number].cancel()
+        """Do nothing: the call ends when the driver closes the node's connection."""
 
     def close(self) -> None:
         """Wait for all threads."""
-        self._executor.shutdown(cancel_futures=True)
+        for thread in self._threads:
+            thread.join()
+
+
+def _execute(call: Callable[[], NodeOutcome], future: Future[NodeOutcome]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001  of any class
+        future.set_exception(error)

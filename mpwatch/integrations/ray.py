@@ -7,15 +7,16 @@ runs in one bundle of a Ray placement group.
     group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
 
 If the job loses a Ray node, Ray reserves the bundle of the lost node again, on another Ray node. If a bundle of the job's
-placement group has no running task, RayEngine starts the next task in this bundle.
+placement group has no running task, RayEngine starts the next task in this bundle. A thread waits for each task.
 """
 
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, TypeVar, Unpack
 
 import ray
@@ -78,15 +79,15 @@ def run(
     return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=ray.util.get_node_ip_address, **options)
 
 
-class RayEngine:
-    """Starts each node of a job as a Ray task with the resources `bundle`. Those of the minimum number of nodes are reserved
-    in one step.
+class RayEngine(cluster.ThreadEngine):
+    """Executes each call as a Ray task with the resources `bundle`, and waits for it in a thread. The resources of the
+    minimum number of nodes are reserved in one step.
     """
 
     def __init__(self, bundle: Mapping[str, float], least: int, *, runtime_env: Mapping[str, Any] | None = None) -> None:
-        self.address: str = ray.util.get_node_ip_address()
-        self.bundle = dict(bundle)
-        self._least = least
+        super().__init__()
+        self.address = ray.util.get_node_ip_address()
+        self._bundle, self._least = dict(bundle), least
         custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
         self._options = {
             "num_cpus": bundle.get("CPU", 0),
@@ -96,118 +97,84 @@ class RayEngine:
             "runtime_env": runtime_env,
         }
         self._remote = ray.remote(_call)
-        self._refs: dict[int, Any] = {}
-        self._slots: dict[int, int] = {}  # bundle of the job's group, by number of the node
         self._group: PlacementGroup | None = None
-        self._further_nodes: list[_FurtherNode] = []
-        self.placing = threading.Lock()  # one further node after the other is placed
+        self._free_slots = list(range(least))  # bundles of the job's group without a task
+        self._further_groups: dict[int, PlacementGroup] = {}  # by number of the node
+        self._placing = threading.Lock()  # one further node after the other is placed
+        self._refs: dict[int, Any] = {}  # of the tasks that run
+        self._cancelled: set[int] = set()
 
     def describe_wait(self) -> str:
         """Ask Ray to reserve resources for the minimum number of nodes, and return what the job waits for, or ""."""
         if self._group is None:
-            self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
-        if self._refs or self._group.wait(WAIT_SECONDS):
+            self._group = placement_group([self._bundle] * self._least, strategy="STRICT_SPREAD")
+        if self._futures or self._group.wait(WAIT_SECONDS):
             return ""
-        nodes = f"the nodes of the job ({self._least}, with {self.bundle} each)"
+        nodes = f"the nodes of the job ({self._least}, with {self._bundle} each)"
         return f"the Ray cluster has no room for {nodes}; see `ray status`"
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        assert self._group is not None, "call describe_wait() first"
-        free = set(range(self._least)) - {slot for other, slot in self._slots.items() if not self._has_ended(other)}
-        if free:
-            self._slots[number] = slot = min(free)
-            future: Future[cluster.NodeOutcome] = self.submit(call, self._group, slot, number).future()
-            return future
-        for lost in self._further_nodes:
-            if lost.future.done() and lost.group is not None:
-                _remove(lost.group)  # Ray would reserve its bundle again
-                lost.group = None
-        node = _FurtherNode(self, call, number)
-        self._further_nodes.append(node)
-        node.thread.start()
-        return node.future
+        if self._free_slots:
+            return super().start(partial(self._execute_in_slot, call, number, self._free_slots.pop(0)), number)
+        return super().start(partial(self._execute_on_further_node, call, number), number)
 
     def cancel(self, number: int) -> None:
         """Kill the process of the node's Ray task. If the task has not begun, remove the task from Ray's queue."""
+        self._cancelled.add(number)
         if (ref := self._refs.get(number)) is not None:
             with suppress(Exception):  # it has ended
                 ray.cancel(ref, force=True)
-        for node in self._further_nodes:
-            if node.number == number:
-                node.is_cancelled.set()
 
     def close(self) -> None:
-        for node in self._further_nodes:
-            node.is_cancelled.set()
         try:
-            for node in self._further_nodes:
-                node.thread.join(CLOSE_SECONDS)
-            refs = list(self._refs.values())
-            for number in tuple(self._refs):
+            for number in self._futures:
                 self.cancel(number)
-            if refs:
-                with suppress(Exception):  # such as a connection to Ray that is gone
-                    ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
-            self._refs.clear()
-        finally:  # an impatient user may press Ctrl-C once more
-            for group in (self._group, *(node.group for node in self._further_nodes)):
+            wait(self._futures.values(), CLOSE_SECONDS)
+        finally:  # an impatient user may press Ctrl-C once more; a task that is left ends with its group
+            for group in (self._group, *self._further_groups.values()):
                 if group is not None:
                     _remove(group)
 
-    def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
+    # --- In the thread of a node
+
+    def _execute_in_slot(self, call: Callable[[], cluster.NodeOutcome], number: int, slot: int) -> cluster.NodeOutcome:
+        assert self._group is not None, "call describe_wait() first"
+        try:
+            return self._execute(call, number, self._group, slot)
+        finally:
+            self._free_slots.append(slot)
+
+    def _execute_on_further_node(self, call: Callable[[], cluster.NodeOutcome], number: int) -> cluster.NodeOutcome:
+        """Reserve resources on a Ray node that the job does not use yet, and wait until there is one."""
+        try:
+            with self._placing:
+                other_node = {"ray.io/node-id": f"!in({','.join(sorted(self._find_used_nodes()))})"}  # Ray keeps blanks
+                group = placement_group([self._bundle], bundle_label_selector=[other_node])
+                self._further_groups[number] = group
+                while number not in self._cancelled and not group.wait(WAIT_SECONDS):
+                    pass
+            return self._execute(call, number, group, 0)
+        finally:
+            if (own := self._further_groups.pop(number, None)) is not None:
+                _remove(own)  # if its node is lost, Ray would reserve its bundle again
+
+    def _execute(
+        self, call: Callable[[], cluster.NodeOutcome], number: int, group: PlacementGroup, slot: int
+    ) -> cluster.NodeOutcome:
+        if number in self._cancelled:
+            raise CancelledError
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
-        self._refs[number] = ref = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
-        return ref
+        self._refs[number] = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
+        try:
+            outcome: cluster.NodeOutcome = ray.get(self._refs[number])
+            return outcome
+        finally:
+            del self._refs[number]
 
-    def _has_ended(self, number: int) -> bool:
-        ended, _ = ray.wait([self._refs[number]], timeout=0, fetch_local=False)
-        return bool(ended)
-
-    def find_used_nodes(self) -> set[str]:
-        groups = [self._group, *(node.group for node in self._further_nodes if not node.future.done())]
+    def _find_used_nodes(self) -> set[str]:
+        groups = [self._group, *self._further_groups.values()]
         tables = [placement_group_table(group) for group in groups if group is not None]
         return {node for table in tables for node in table.get("bundles_to_node_id", {}).values() if node}
-
-
-class _FurtherNode:
-    """A node in addition to the minimum number."""
-
-    def __init__(self, engine: RayEngine, call: Callable[[], cluster.NodeOutcome], number: int) -> None:
-        self.number = number
-        self.future: Future[cluster.NodeOutcome] = Future()
-        self.group: PlacementGroup | None = None
-        self.is_cancelled = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(engine, call), name="mpwatch placement", daemon=True)
-
-    def _run(self, engine: RayEngine, call: Callable[[], cluster.NodeOutcome]) -> None:
-        try:
-            if self._place(engine):
-                assert self.group is not None
-                ref = engine.submit(call, self.group, 0, self.number)
-                ref.future().add_done_callback(self._take_outcome)
-        except Exception as error:  # noqa: BLE001  Ray's errors
-            self.future.set_exception(error)
-
-    def _place(self, engine: RayEngine) -> bool:
-        """Reserve resources on a Ray node that the job does not use yet. Return False if this node is cancelled before."""
-        while not engine.placing.acquire(timeout=WAIT_SECONDS):
-            if self.is_cancelled.is_set():
-                return False
-        try:
-            other_node = {"ray.io/node-id": f"!in({','.join(sorted(engine.find_used_nodes()))})"}  # Ray keeps blanks
-            self.group = placement_group([engine.bundle], bundle_label_selector=[other_node])
-            while not self.group.wait(WAIT_SECONDS):
-                if self.is_cancelled.is_set():
-                    return False
-        finally:
-            engine.placing.release()
-        return not self.is_cancelled.is_set()
-
-    def _take_outcome(self, ended: "Future[cluster.NodeOutcome]") -> None:
-        if (error := ended.exception()) is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(ended.result())
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:

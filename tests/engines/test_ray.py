@@ -87,7 +87,7 @@ def test_ctrl_c_stops_all_nodes():
 def test_ctrl_c_three_times_releases_the_resources(monkeypatch):
     """The third one interrupts the wait for the end of the tasks. The fixture waits until the resources are free."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ray, "wait", cases.interrupt)
+        patch.setattr("mpwatch.integrations.ray.wait", cases.interrupt)
         run(functions.wait, 2, nodes=2, on_event=cases.interrupt)
 
 
