@@ -25,6 +25,7 @@ POLL_SECONDS = 0.5  # between two looks into the folder
 CHECK_SECONDS = 30.0  # between two questions to SLURM
 LOST_SECONDS = 5.0  # for the outcome of a job that has ended to be seen in a network file system
 CANCEL_SECONDS = 10.0  # for a cancelled job to end
+END_SECONDS = 15.0  # for a node to end when it has lost the driver
 # For SLURM: a lost machine or a failed task does not end the job, and SLURM does not queue a job again that the driver
 # has given up.
 SLURM_PARAMETERS = {"no_kill": True, "no_requeue": True}
@@ -32,17 +33,14 @@ SRUN_ARGS = ["--kill-on-bad-exit=0"]
 
 
 class SubmititEngine:
-    """Starts the minimum number of nodes as one job of submitit, and each further one as a job of its own. A node may need
-    `stop_seconds` to end after it has lost the driver.
-    """
+    """Starts the minimum number of nodes as one job of submitit, and each further one as a job of its own."""
 
-    def __init__(self, executor: submitit.Executor, least: int, *, address: str, stop_seconds: float = 15.0) -> None:
+    def __init__(self, executor: submitit.Executor, least: int, *, address: str) -> None:
         self.address = address
         self.stop_signals = (preemption_signal(),)
         self._kind = find_kind(executor)
         self._executor = executor
         self._least = least
-        self._stop_seconds = stop_seconds
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._jobs: list[tuple[submitit.Job[Any], tuple[int, ...]]] = []  # each with the numbers of its nodes
         self._ended_at: dict[int, float] = {}  # when a node without outcome was first seen to have ended
@@ -85,7 +83,7 @@ class SubmititEngine:
             with suppress(OSError):
                 names = set(os.listdir(self._folder))
                 begun = [job for job, numbers in self._jobs if any(f"{number}.begun" in names for number in numbers)]
-                _wait_until_done(begun, self._stop_seconds)
+                _wait_until_done(begun, END_SECONDS)
 
     def _cancel_jobs(self) -> None:
         left = [job for job, _ in self._jobs if not job.done()]

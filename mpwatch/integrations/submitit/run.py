@@ -12,7 +12,6 @@ from mpwatch.integrations.submitit.engine import SubmititEngine, find_kind
 from mpwatch.integrations.submitit.preemption import was_preempted
 
 T = TypeVar("T")
-END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
 
 
 def run(
@@ -50,11 +49,8 @@ def run(
     least, _ = cluster.check_nodes(nodes)
     if max_requeues < 0:
         raise ValueError(f"max_requeues must be 0 or more, not {max_requeues!r}")
-    grace_period = options.get("grace_period", 10.0)
-    stop_seconds = mpwatch.WorkerSpec(fn=str, nprocs=1, grace_period=grace_period).grace_period + END_SECONDS  # it checks it
     while True:
-        own_address = address or _find_own_address(kind)
-        engine = SubmititEngine(executor, least, address=own_address, stop_seconds=stop_seconds)
+        engine = SubmititEngine(executor, least, address=address or _find_own_address(kind))
         error: mpwatch.RunFailedError | None = None
         try:
             result = cluster.run(engine, fn, nprocs, nodes=nodes, **options)
