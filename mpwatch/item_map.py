@@ -282,7 +282,7 @@ class ItemMap:
             self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self.fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self.options))
             make_view = partial(self.make_view, lambda: (self._done_count, self._failed_count))
-            self._bar = ViewDriver(make_view, lambda show: show(()), lambda _: True)
+            self._bar = ViewDriver(make_view, lambda show: show(()))
             stack.callback(self._close_bar, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             try:
@@ -361,17 +361,14 @@ class ItemMap:
     def _read(self, feed: _Feed, call: Call) -> None:
         has_ended = call.has_ended()  # before the values are read: none comes later
         while call.values:
-            self._load_value(feed, call.values.popleft())
+            value, error = load_value(call.values.popleft())
+            task = feed.tasks.popleft()  # a rank sends its values in the order of its items
+            if error is None:
+                self._outcomes.append((task.index, value))
+            else:
+                self._fail_without_call(feed, task, error)
         if has_ended:
             self._end(feed, call)
-
-    def _load_value(self, feed: _Feed, content: bytes | memoryview | OSError) -> None:
-        loaded = load_value(content)
-        task = feed.tasks.popleft()  # a rank sends its values in the order of its items
-        if loaded.error is None:
-            self._outcomes.append((task.index, loaded.value))
-        else:
-            self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> None:
         """Let an item fail, although no call has failed, for example because its value cannot be unpickled."""
@@ -400,20 +397,16 @@ class ItemMap:
         if evidence is None:  # it was refused
             feed.lose(LOST_RANK)
         elif evidence.stop_reason is StopReason.SUCCEEDED:
-            self._end_success(feed, call)
+            if feed.has_loaded:
+                self.queue.adapt_chunks(feed.sent, feed.sent - len(feed.tasks))
+            feed.has_loaded, self._losses_at_start = True, 0
+            if call.ended_ranks:
+                feed.lose("it ended after it had returned")
         else:
             self._end_failure(feed, call, evidence)
         self.queue.put_back([*feed.tasks])
         feed.tasks.clear()
         feed.call = None
-
-    def _end_success(self, feed: _Feed, call: Call) -> None:
-        if feed.has_loaded:
-            self.queue.adapt_chunks(feed.sent, feed.sent - len(feed.tasks))
-        else:
-            feed.has_loaded, self._losses_at_start = True, 0
-        if call.ended_ranks:
-            feed.lose("it ended after it had returned")
 
     def _end_failure(self, feed: _Feed, call: Call, evidence: AttemptObservations) -> None:
         """The item on which the rank was working has failed, if there was one."""

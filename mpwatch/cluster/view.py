@@ -16,7 +16,7 @@ class JobView(ViewDriver):
     def __init__(self, progress: bool | None) -> None:
         self.node_period = NODE_PERIOD if may_show(progress) else None
         self._of_nodes: dict[int, list[RankStatus]] = {}  # the latest statuses, by number of the node
-        super().__init__(lambda: select_view(progress), lambda show: show(self.list_statuses()), lambda _: True)
+        super().__init__(lambda: select_view(progress), lambda show: show(self.list_statuses()))
 
     def put(self, node: int, statuses: Sequence[RankStatus]) -> None:
         self._of_nodes[node] = [replace(status, node=node) for status in statuses]

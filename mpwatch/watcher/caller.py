@@ -96,9 +96,9 @@ class Caller:
         return value
 
     def _open_view(self) -> None:
-        call, ask = self._call, partial(self.watcher.post, self.watcher.loop.send_statuses)
-        self._view = ViewDriver(self._make_view, ask, lambda rank: call is None or rank in call.ranks)
-        self.signals.suspension.view = self._view
+        ranks = None if self._call is None else self._call.ranks
+        ask = partial(self.watcher.post, self.watcher.loop.send_statuses, numbers=ranks)
+        self._view = self.signals.suspension.view = ViewDriver(self._make_view, ask)
 
     def wait(self, until: Callable[[], bool], deadline: float = math.inf) -> None:
         """Wait until `until()` is true, at most to a time of CLOCK_MONOTONIC. Raise what has ended the watcher thread."""

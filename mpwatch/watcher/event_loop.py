@@ -292,8 +292,10 @@ class EventLoop:
         if self._last_call is not None:
             self._last_call.stop_after_step(step, cause, self._deferred_log)
 
-    def send_statuses(self, receive: Callable[[Sequence[RankStatus]], object]) -> None:
-        receive(current_statuses(self._ranks.values()))
+    def send_statuses(self, receive: Callable[[Sequence[RankStatus]], object], numbers: Iterable[int] | None = None) -> None:
+        """Of these ranks, or of all."""
+        known = self._ranks
+        receive(current_statuses(known[number] for number in (known if numbers is None else numbers) if number in known))
         self._outbox.wake()
 
     def send_stacks(self, receive: Callable[[Stacks], object]) -> None:

@@ -46,13 +46,8 @@ def no_view() -> None:
 class ViewDriver:
     """The view of one run or call. Its methods raise only what ends the run, such as KeyboardInterrupt."""
 
-    def __init__(
-        self,
-        make_view: MakeView,
-        ask: Callable[[Callable[[Sequence[RankStatus]], object]], object],
-        is_shown: Callable[[int], bool],
-    ) -> None:
-        self._ask, self._is_shown = ask, is_shown
+    def __init__(self, make_view: MakeView, ask: Callable[[Callable[[Sequence[RankStatus]], object]], object]) -> None:
+        self._ask = ask
         self._is_asking = False
         self._statuses: Sequence[RankStatus] | None = None  # that have come
         self._view: View | None = None
@@ -76,9 +71,8 @@ class ViewDriver:
             self._is_asking = True
             self._ask(self._receive)
         if self._statuses is not None:
-            shown = [status for status in self._statuses if self._is_shown(status.rank)]
-            self._is_asking, self._statuses = False, None
-            self._use(lambda view: self._show(view, shown))
+            statuses, self._statuses, self._is_asking = self._statuses, None, False
+            self._use(lambda view: self._show(view, statuses))
 
     def _receive(self, statuses: Sequence[RankStatus]) -> None:  # in the watcher thread
         self._statuses = statuses

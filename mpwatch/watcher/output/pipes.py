@@ -47,8 +47,10 @@ class OutputPipe:
     file: FileIO | None
     rank_stream: RankStream
     stderr_tail: StderrTail | None
+    is_open: bool = True
 
     def close(self) -> None:
+        self.is_open = False
         os.close(self.fd)
         if self.file is not None:
             self.file.close()

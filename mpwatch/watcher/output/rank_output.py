@@ -75,7 +75,7 @@ class RankOutput:
             except OSError as error:
                 raise LaunchError(with_remedy("the output of the ranks cannot be read", error)) from error
             self._resources = stack.pop_all()
-        self._pipes: dict[int, OutputPipe] = {}  # by descriptor; those that a process can still write to
+        self._pipes: list[OutputPipe] = []  # that a process can still write to
         self._sinks: dict[str, Sink] = {}  # by the caller's stream, without those that nothing more is written to
         self._thread: threading.Thread | None = None
         self._is_held = False  # only jobs run, such as `_drain_all`
@@ -141,7 +141,7 @@ class RankOutput:
 
     def _start_call(self, sinks: dict[str, Sink]) -> None:
         """End the lines of earlier calls. Use these sinks for the output of a new call."""
-        for pipe in self._pipes.values():
+        for pipe in self._pipes:
             self._show(pipe.rank_stream, pipe.rank_stream.end_line())
         self._close_sinks()
         self._sinks = sinks
@@ -151,15 +151,13 @@ class RankOutput:
             if self._is_over:
                 pipe.close()
             else:
-                self._pipes[pipe.fd] = pipe
+                self._pipes.append(pipe)
                 self._selector.register(pipe.fd, EVENT_READ, pipe)
 
     def _end_pipes(self, pipes: Sequence[OutputPipe]) -> None:
         for pipe in pipes:
-            if self._pipes.get(pipe.fd) is pipe:
-                self._drain(pipe)
-            if self._pipes.get(pipe.fd) is pipe:
-                self._end(pipe)
+            self._drain(pipe)
+            self._end(pipe)
 
     def _drain_and_notify(self, done: threading.Event) -> None:
         try:
@@ -168,7 +166,7 @@ class RankOutput:
             done.set()
 
     def _drain_all(self) -> None:
-        for pipe in list(self._pipes.values()):
+        for pipe in list(self._pipes):
             self._drain(pipe)
             self._show(pipe.rank_stream, pipe.rank_stream.take_update())
         for stream, sink in list(self._sinks.items()):
@@ -194,18 +192,15 @@ class RankOutput:
         if self._is_held:
             self._wait_for_jobs(None)
             return
-        due_at = min((pipe.rank_stream.due_at for pipe in self._pipes.values()), default=math.inf)
+        due_at = min((pipe.rank_stream.due_at for pipe in self._pipes), default=math.inf)
         ready = self._selector.select(None if due_at == math.inf else max(0.0, due_at - monotonic()))
         if any(key.data is None for key, _ in ready):
             self._jobs.run_all()  # first: `_start_call` was posted before the call wrote anything
-        sizes = [0]
-        for key, _ in ready:
-            if (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it
-                sizes.append(self._read(pipe))
-        for pipe in self._pipes.values():
+        sizes = [self._read(key.data) for key, _ in ready if key.data is not None]
+        for pipe in self._pipes:
             if pipe.rank_stream.due_at <= monotonic():
                 self._show(pipe.rank_stream, pipe.rank_stream.take_update())
-        if 0 < max(sizes) < READ_SIZE:
+        if 0 < max(sizes, default=0) < READ_SIZE:
             # Wait for more output: else each printed line would wake this thread, which costs a rank more than printing.
             self._wait_for_jobs(BATCH_SECONDS)
 
@@ -221,6 +216,8 @@ class RankOutput:
 
     def _read(self, pipe: OutputPipe) -> int:
         """Read once from the pipe, and pass the bytes on. Return how many. At the end, when nobody can write any more, 0."""
+        if not pipe.is_open:
+            return 0
         try:
             data = os.read(pipe.fd, READ_SIZE)
         except BlockingIOError:
@@ -236,10 +233,11 @@ class RankOutput:
         return len(data)
 
     def _end(self, pipe: OutputPipe) -> None:
-        self._show(pipe.rank_stream, pipe.rank_stream.end_line())
-        del self._pipes[pipe.fd]
-        self._selector.unregister(pipe.fd)
-        pipe.close()
+        if pipe.is_open:
+            self._show(pipe.rank_stream, pipe.rank_stream.end_line())
+            self._pipes.remove(pipe)
+            self._selector.unregister(pipe.fd)
+            pipe.close()
 
     def _write_to_file(self, pipe: OutputPipe, file: FileIO, data: bytes) -> None:
         try:
@@ -271,7 +269,7 @@ class RankOutput:
             self._jobs.run_all()
         finally:
             while self._pipes:
-                self._pipes.popitem()[1].close()
+                self._pipes.pop().close()
             self._close_sinks()
             self._resources.close()
 
