@@ -220,7 +220,7 @@ class RankReader:
         self.take_stacks(rank)
         if is_crash(observed.exit_code):  # otherwise a forked child has written the stack
             observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
-        observed.startup_output = parser.failed_startup_output
+        observed.startup_output = rank.read_startup_output()
 
     def read_slot(self, rank: Rank) -> None:
         rank.observations.heartbeat = rank.slot.read_heartbeat()

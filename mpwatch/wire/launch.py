@@ -11,6 +11,7 @@ class LaunchInfo(SimpleNamespace):
     slots_fd: int  # the memory file, see shared_memory.py
     slot: int  # number of the rank's slot in that file
     stderr_fd: int  # becomes stderr when the rank is ready, see worker/stdio.py
+    stack_fd: int  # the pipe for stack dumps
     is_captured: bool  # whether the output goes to files or to the watcher
     debug: str | None  # see mpwatch.run
     preload: tuple[str, ...]  # see mpwatch.WorkerGroup

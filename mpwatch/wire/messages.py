@@ -2,7 +2,6 @@
 
     watcher                                             rank
        | <----------------- READY ---------------------- |   the rank can be called
-       | --- [STARTUP_OUTPUT] -------------------------> |   once, before the first call
        | --- [DESCRIPTORS ...] CALL -------------------> |   one call: see pickling/call_payload.py
        | <-- [ITEM ...] -------------------------------- |   in a call of `mpwatch.map`: one value for each item
        | <-- RETURNED ---------------------------------- |   the answer, if the function returned
@@ -30,7 +29,7 @@ from mpwatch.os_support.clock import monotonic
 
 HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
 CALL_NUMBER = struct.Struct("<Q")  # at the start of the body of CALL
-READY_BODY = struct.Struct("<iQ")  # the descriptor for stack dumps, and the main thread's identity in these dumps
+MAIN_THREAD = struct.Struct("<Q")  # the main thread's identity in stack dumps
 STACKS_END = b"(end of the stacks)\n"  # a rank writes this line into its stack pipe after the stacks of all threads
 MAGIC = b"mpw1"
 MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_FD)
@@ -39,7 +38,7 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 class MessageKind(enum.IntEnum):
     """The kind of a message, and its body."""
 
-    READY = 1  # READY_BODY
+    READY = 1  # MAIN_THREAD
     CALL = 2  # CALL_NUMBER, then the packed call; if there is only the number, the first descriptor is its file
     RETURNED = 3  # the packed return value; if it is empty, a descriptor is its file
     RAISED = 4  # an encoded exception: the "plain" message of exceptions/encoder.py
@@ -55,7 +54,6 @@ class MessageKind(enum.IntEnum):
     CALLED_COLLECTIVES = 15  # the collectives of a failed rank: RankCollectives.to_json(). Sent between FAILING and RAISED
     STOP_REQUESTED = 16
     ITEM = 17  # as RETURNED
-    STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 
 class Message:

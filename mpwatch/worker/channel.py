@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, receive_with_fds
 from mpwatch.wire.messages import CALL_NUMBER, MAX_DESCRIPTORS, FrameDecoder, Message, MessageKind, encode_frame
 
 READ_SIZE = 1 << 13  # bytes; most calls are shorter
@@ -88,12 +88,9 @@ class Channel:
                 fds += more  # they belong to the frame that ends here: recvmsg reads nothing that follows descriptors
                 has_all &= not is_cut
             message = self._messages.pop(0)
-            if message.kind is MessageKind.STARTUP_OUTPUT:
-                _write_startup_output(fds)
-                fds, has_all = [], True
-            elif message.kind is MessageKind.CALL:
+            if message.kind is MessageKind.CALL:
                 break
-            elif message.kind is not MessageKind.DESCRIPTORS:
+            if message.kind is not MessageKind.DESCRIPTORS:
                 return None
         if not has_all:
             while fds:
@@ -104,14 +101,3 @@ class Channel:
     def detach(self) -> None:
         """Leave the descriptor open: if user code has closed it, another file may have its number now."""
         self._socket.detach()
-
-
-def _write_startup_output(fds: list[int]) -> None:
-    """Write what the interpreter has printed before stderr was set up. The watcher must not, because this can block."""
-    for fd in fds:
-        with open(fd, "rb") as file:
-            file.seek(0)
-            try:
-                write_all(STDERR, file.read())
-            except OSError:  # stderr is closed
-                continue

@@ -35,7 +35,7 @@ from mpwatch.os_support.signals import die_with_writer
 # function may have changed sys.path, the root folder or the user, or have left no descriptor.
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import MessageKind
+from mpwatch.wire.messages import MAIN_THREAD, MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.resource_errors import is_resource_shortage
 from mpwatch.wire.shared_memory import RankSlot
@@ -43,6 +43,7 @@ from mpwatch.worker import context, debugger, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
+from mpwatch.worker.stack_dumps import register_stack_dumps
 
 NO_PROCESS_GROUP = "Default process group has not been initialized"  # the message of torch.distributed
 
@@ -70,7 +71,8 @@ def main(launch_info: LaunchInfo) -> None:
     slot = RankSlot(launch_info.slots_fd, launch_info.slot)
     deferred_signals = DeferredSignals(slot)
     deferred_signals.defer()
-    ready_body = stdio.move_stderr(launch_info.stderr_fd)
+    startup_output = stdio.move_stderr(launch_info.stderr_fd)
+    main_thread = register_stack_dumps(launch_info.stack_fd)
     if launch_info.is_captured:
         stdio.flush_at_newline()
     global _channel
@@ -78,7 +80,8 @@ def main(launch_info: LaunchInfo) -> None:
     context.set_rank(launch_info.worker, slot, channel.request_stop)
     debugger.install(channel, slot, post_mortem=launch_info.debug == "post_mortem")
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
-    channel.send(MessageKind.READY, ready_body)
+    channel.send(MessageKind.READY, MAIN_THREAD.pack(main_thread))
+    stdio.write_startup_output(startup_output)
     preload_error = _preload(launch_info.preload)
     _serve(channel, deferred_signals, preload_error, capture_locals=launch_info.debug == "locals")
     deferred_signals.restore_for_exit()

@@ -48,6 +48,7 @@ def register_stack_dumps(pipe: int) -> int:
     """Make this rank write its stacks into this pipe. Return the identifier of the main thread."""
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
+    os.set_inheritable(pipe, False)
     faulthandler.enable = _enable_for_user
     _enable_crash_stack(pipe)
     if NATIVE_DUMP_SIGNAL is not None:

@@ -1,7 +1,7 @@
-"""Sets up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
+"""Sets up stdout and stderr. This module runs in a rank.
 
-When a rank starts, its stderr is a pipe to the watcher, which so gets the error message of an interpreter that cannot start.
-`move_stderr` gives the rank its final stderr. From then on, only stack dumps go into the pipe.
+When a rank starts, its stderr is a file that the watcher reads if the interpreter cannot start. `move_stderr` gives the rank
+its final stderr, to which the rank then writes what is in that file. (This can block, so it comes after the message READY.)
 
 If stdout is a pipe or a file, Python and the C library write in blocks. After `flush_at_newline` they write each line at
 once, so that no line is lost if the rank is killed.
@@ -12,19 +12,22 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from mpwatch.os_support.descriptors import STDERR, line_buffer_c_stdout
-from mpwatch.wire.messages import READY_BODY
-from mpwatch.worker.stack_dumps import register_stack_dumps
+from mpwatch.os_support.descriptors import STDERR, line_buffer_c_stdout, write_all
 
 _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output is captured
 
 
 def move_stderr(stderr_fd: int) -> bytes:
-    """Make this descriptor the rank's stderr. Return the body of the message READY."""
-    pipe = os.dup(STDERR)
+    """Make this descriptor the rank's stderr. Return what the interpreter has printed."""
+    printed = os.pread(STDERR, os.fstat(STDERR).st_size, 0)
     os.dup2(stderr_fd, STDERR)
     os.close(stderr_fd)
-    return READY_BODY.pack(pipe, register_stack_dumps(pipe))
+    return printed
+
+
+def write_startup_output(printed: bytes) -> None:
+    with suppress(OSError):  # stderr is closed
+        write_all(STDERR, printed)
 
 
 def leave_terminal() -> None:

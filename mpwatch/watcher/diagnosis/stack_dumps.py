@@ -1,7 +1,5 @@
 """Parses what a rank writes into its stack pipe, and formats stacks for the report. Runs in the watcher thread.
 
-While the rank's interpreter starts, the pipe is its stderr. When the rank is ready, there are only stacks in it:
-
 - If the watcher asks for stacks, Python writes those of all threads and then STACKS_END. If Python does not answer in time,
   faulthandler writes the stack of the main thread. The pipe has one of these texts or a mixture, without its end if the
   rank was too slow or the pipe was full.
@@ -40,16 +38,10 @@ class StackDumpParser:
         self._data = bytearray()
         self._dump_start: int | None = None  # where in `_data` the requested stacks begin
         self.dump_count = 0  # how often the watcher has asked for stacks
-        self.startup_output = b""  # what the interpreter printed before the rank was ready
         self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
     def feed(self, data: bytes) -> None:
         self._data += data[: MAX_BYTES - len(self._data)]
-
-    def mark_ready(self, main_thread: int) -> None:
-        self.main_thread = main_thread
-        self.startup_output = bytes(self._data)
-        self._data.clear()
 
     def start_dump(self) -> None:
         self._dump_start = len(self._data)
@@ -90,11 +82,6 @@ class StackDumpParser:
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
         return _cut_at_rank_main(text[start:].partition(NATIVE_HEAD)[0]).rstrip("\n") if start >= 0 else ""
-
-    @property
-    def failed_startup_output(self) -> str:
-        """What the rank's interpreter printed, if the rank never became ready."""
-        return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
         """Return the stack of the main thread by Python, that by faulthandler, and the stacks of the other threads."""

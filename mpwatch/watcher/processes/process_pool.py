@@ -5,7 +5,8 @@
                 --- memory file: a slot for each rank, for heartbeats (wire/shared_memory.py)
                 --- Rank for each rank --- RankPopen: its process
                                              --- channel: messages in both directions
-                                             --- stack pipe: stderr until the rank is ready, then stack dumps
+                                             --- startup file: stderr until the rank is ready
+                                             --- stack pipe: stack dumps
 
 A helper is a process that a rank has started in its process group. When the pool reaps a rank, the pool also kills the
 rank's helpers.
@@ -101,6 +102,7 @@ class ProcessPool:
             stack_pipe, rank_stack_pipe = os.pipe()
             kept.callback(os.close, stack_pipe)
             passed.callback(os.close, rank_stack_pipe)
+            startup_file = kept.enter_context(open_anonymous_file("mpwatch-startup"))
             os.set_blocking(stack_pipe, False)
             stdio = self._output.open_stdio(worker, passed)
             stderr = self._stderr_fd if stdio.stderr is None else stdio.stderr
@@ -110,6 +112,7 @@ class ProcessPool:
                 slots_fd=self._slots_fd,
                 slot=slot_number,
                 stderr_fd=stderr,
+                stack_fd=rank_stack_pipe,
                 is_captured=stdio.is_captured,
                 debug=self._spec.debug,
                 preload=tuple(self._spec.preload),
@@ -119,14 +122,24 @@ class ProcessPool:
                 _describe_rank(worker, self._spec.fn_name),
                 setup.env,
                 stdout=stdio.stdout,
-                stderr=rank_stack_pipe,
-                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
+                stderr=startup_file.fileno(),
+                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, rank_stack_pipe],
                 cpus=setup.cpus,
             )
             with _block_signals(self._ignored_signals):
                 process = RankPopen.start(launch_info, f"mpwatch-rank-{worker.rank}", surroundings)
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
-            rank = self.alive[worker.rank] = Rank(setup, process, channel, stack_pipe, self.selector, slot=slot, stdio=stdio)
+            rank = self.alive[worker.rank] = Rank(
+                setup,
+                process,
+                channel,
+                stack_pipe,
+                self.selector,
+                rank_stack_fd=rank_stack_pipe,
+                startup_file=startup_file,
+                slot=slot,
+                stdio=stdio,
+            )
             kept.pop_all()
             self.guardian.guard(process.pid)
         return rank

@@ -3,7 +3,8 @@
 A restarted rank is a new Rank.
 
 watcher <--- channel (socket pair): messages, and descriptors of files ---> rank
-watcher <--- stack pipe: stderr until the rank is ready, then stack dumps --- rank
+watcher <--- stack pipe: stack dumps --- rank
+watcher <--- startup file: stderr until the rank is ready --- rank
 watcher <--- sentinel of the process: it is readable when the rank is dead
 """
 
@@ -13,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from typing import Any
 
 from mpwatch.errors import LaunchError
@@ -20,10 +22,8 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
     map_private,
-    open_anonymous_file,
     receive_with_fds,
     seal,
-    write_all,
 )
 from mpwatch.os_support.processes import has_descriptor, is_ending, read_process_state
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
@@ -36,8 +36,8 @@ from mpwatch.watcher.processes.process import RankPopen
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.messages import (
+    MAIN_THREAD,
     MAX_DESCRIPTORS,
-    READY_BODY,
     FrameDecoder,
     Message,
     MessageKind,
@@ -49,6 +49,7 @@ from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import Slot
 
 READ_SIZE = 1 << 18
+MAX_STARTUP_OUTPUT = 1 << 20  # bytes
 DRAIN_LIMIT = 1 << 26  # bytes to read from one channel in a wake-up, at most, so that the others are read, too
 # A return value in a file is copied up to this number of bytes, and mapped above it. A copy is faster than the page faults
 # of a mapping. Also, a process has at most 65,530 mappings (vm.max_map_count): a caller that kept so many return values of a
@@ -72,6 +73,8 @@ class Rank:
         stack_pipe: int,
         selector: Selector[Any],
         *,
+        rank_stack_fd: int,
+        startup_file: FileIO,
         slot: Slot,
         stdio: StdioFds,
     ) -> None:
@@ -90,8 +93,8 @@ class Rank:
         self._frames = FrameDecoder()
         # Descriptors of files that have arrived before the end of their message, in order; -1 for one that was lost.
         self._files: list[int] = []
-        self._stack_pipe = stack_pipe
-        self._rank_stack_fd = -1  # the rank's descriptor of its end of the stack pipe; -1 until the rank is ready
+        self._stack_pipe, self._rank_stack_fd = stack_pipe, rank_stack_fd  # here, and in the rank
+        self._startup_file = startup_file
         self._selector = selector
 
     @property
@@ -124,6 +127,7 @@ class Rank:
         self._selector.remove(self._stack_pipe)
         self._selector.remove(self.process.sentinel)
         os.close(self._stack_pipe)
+        self._startup_file.close()
 
     def _close_channel(self) -> None:
         self._selector.remove(self.channel.fileno())
@@ -135,15 +139,8 @@ class Rank:
         self.send_frame(encode_frame(kind), fds)
 
     def send_call(self, number: int, payload: Payload) -> None:
-        """Raises LaunchError. Before the first call, the rank gets what its interpreter has printed, and writes it to its
-        stderr: this write can block, and the watcher must not.
-        """
+        """Raises LaunchError."""
         try:
-            if self.stack_parser.startup_output:
-                with open_anonymous_file("mpwatch-message") as file:
-                    write_all(file.fileno(), self.stack_parser.startup_output)
-                    self.send(MessageKind.STARTUP_OUTPUT, [file.fileno()])
-                self.stack_parser.startup_output = b""
             self.send_frame(encode_call(number, payload.body), payload.fds)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {self.number}", error)) from error
@@ -231,10 +228,15 @@ class Rank:
                 _close(fd)
 
     def on_ready(self, body: bytes) -> None:
-        self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
-        self.read_stack_pipe()
+        (self.stack_parser.main_thread,) = MAIN_THREAD.unpack(body)
         self.observations.was_ready = True
-        self.stack_parser.mark_ready(main_thread)
+        self._startup_file.close()
+
+    def read_startup_output(self) -> str:
+        """Return what the rank's interpreter has printed, if the rank never became ready."""
+        if self._startup_file.closed:
+            return ""
+        return os.pread(self._startup_file.fileno(), MAX_STARTUP_OUTPUT, 0).decode(errors="replace")
 
     def request_stack_dump(self) -> bool:
         """Send the rank a signal that asks for the stacks of its threads. Return False if the rank cannot write stacks."""

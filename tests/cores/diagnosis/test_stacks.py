@@ -33,7 +33,7 @@ ALL = WHOLE + OTHER.rstrip()
 
 def parse(text):
     parser = StackDumpParser()
-    parser.mark_ready(MAIN)
+    parser.main_thread = MAIN
     parser.start_dump()
     parser.feed(text.encode())
     return parser
@@ -73,7 +73,7 @@ def test_an_incomplete_answer_shows_what_has_come(text, dump):
 
 def test_only_what_the_last_request_has_brought_counts():
     parser = StackDumpParser()
-    parser.mark_ready(MAIN)
+    parser.main_thread = MAIN
     parser.feed((WHOLE + END).encode())
     parser.start_dump()
     assert (parser.is_complete(), parser.is_unanswered(1), parser.dump) == (False, True, "")
