@@ -2,7 +2,7 @@
 
     Inbox: functions of other threads ---.
     channels: messages ------------------+--> _read --> events --> CallMachine of each call --> actions --> _execute
-    stack pipes, sockets of collectives -+
+    stack pipes, sockets with crashes ---+
     pidfds: exits -----------------------'
 
     to the program's threads: Call.evidence and Call.is_over, events, log records (Outbox)
@@ -130,7 +130,6 @@ class EventLoop:
             on_stop_request=self._on_stop_request_of_rank,
             debugger_sockets=self.debugger_sockets,
             on_visit=self._on_visit,
-            list_monitors=lambda: dict.fromkeys(call.monitor for call in self._calls),
         )
         self._run_monitor = None if keep_ranks else self._make_monitor(None)
         self._hostname = platform.node()
@@ -371,7 +370,7 @@ class EventLoop:
         self._last_call = call if self._node is not None else None
         call.publish_started()
         call.monitor.begin_call()
-        if any(rank.collective_sockets.is_open for rank in members):
+        if any(rank.collective_socket.is_open for rank in members):
             call.monitor.start()
         self._actions += [(call, action) for action in machine.begin()]
         if call.stop_after is not None and not call.is_restart:
@@ -464,10 +463,11 @@ class EventLoop:
             attempt = self._ranks[lateness.rank].setup.worker.restart_count
             self._event_bus.publish(SlowRank, [lateness.rank], attempt=attempt, lateness=lateness)
 
+        stall_after = self._spec.torch_backend.stall_after
         return CollectiveMonitor(
             # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
             lambda: [self._pool.alive[number] for number in sorted(self._pool.alive)],
-            self._spec.torch_backend.stall_after,
+            math.inf if stall_after is None else stall_after,
             self._deferred_log,
             is_called=lambda number: call is None or number in call.members,
             is_checking=is_checking,
@@ -562,15 +562,13 @@ class EventLoop:
         elif isinstance(action, m.DumpStacks):
             if observed.has_exited:  # in this wake-up
                 return
-            observed.is_dump_for_report = True
-            if not self._reader.request_stacks(rank):
-                self._events.append(m.StackDumped(rank.number))
-                return
+            if observed.answer is None:
+                observed.is_dump_for_report = True
+                if not self._reader.request_stacks(rank):
+                    self._events.append(m.StackDumped(rank.number))
+                    return
             rank.awaits_dump = True
-            self._reader.request_collectives_of(rank, again=True)
-        elif isinstance(action, m.RequestCollectives):
-            rank.awaits_dump = True
-            self._reader.request_collectives_of(rank, again=True)
+            self._reader.request_collectives([rank])
             self._events += self._reader.end_dump(rank)
         elif isinstance(action, m.SendSignal):
             self._send_signal(call, rank, action.signum)
@@ -609,7 +607,7 @@ class EventLoop:
         if self._node is not None and (outcome != outcome_before or (is_new_stage and stage is m.CallStage.FINISHED)):
             self._node.on_outcome_change(machine)
         if is_new_stage and stage in (m.CallStage.AWAITING_ROOT_CAUSE, m.CallStage.DUMPING_STACKS):
-            self._reader.request_collectives(call)
+            self._reader.request_collectives(call.members.values())
         if self._keep_ranks and stage in (m.CallStage.SHUTTING_DOWN, m.CallStage.TERMINATING, m.CallStage.FINISHED):
             exited = [number for number, observed in call.observed.items() if observed.has_exited]
             self._lose_all(exited or call.ranks, but=call)

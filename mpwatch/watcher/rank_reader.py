@@ -2,7 +2,7 @@
 
     channel: messages ----------------------.
     stack pipe: stacks ---------------------+--> observations of the rank, and events
-    sockets of collectives: what it called -+
+    socket of collectives: a crash ---------+
     pidfd: its exit ------------------------'
 
 The last message of a rank is read before its exit: `_on_exit` reads the rest of its channel first.
@@ -19,13 +19,11 @@ from mpwatch.os_support.processes import is_ending
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.machine import transitions as m
-from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
 from mpwatch.watcher.observers.stack_requests import StackRequests
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank import Rank
@@ -48,11 +46,10 @@ class RankReader:
         on_stop_request: Callable[[Rank], object],
         debugger_sockets: deque[tuple[int, int]],
         on_visit: Callable[[Rank, int], object],
-        list_monitors: Callable[[], Iterable[CollectiveMonitor]],
     ) -> None:
         self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
         self._call_at, self._on_stop_request, self._on_visit = call_at, on_stop_request, on_visit
-        self._wake, self._debugger_sockets, self._list_monitors = wake, debugger_sockets, list_monitors
+        self._wake, self._debugger_sockets = wake, debugger_sockets
         self._death_clock = DeathClock()
         self._stack_requests = StackRequests(self._request_stacks_of_running_rank, self._format_stacks, call_at, wake)
         self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
@@ -104,10 +101,13 @@ class RankReader:
             if rank.call is not None:
                 self._on_stop_request(rank)
         elif message.kind is MessageKind.COLLECTIVES:
-            self._open_collectives_socket(rank, message)
+            if message.fd != -1:  # it was lost, for want of descriptors
+                rank.collective_socket.open(message.fd, partial(self._on_crash, rank))
+                if rank.call is not None:
+                    rank.call.monitor.start()
         elif message.kind is MessageKind.CALLED_COLLECTIVES:
-            with suppress(ValueError, LookupError, TypeError):  # the rank has overwritten its own memory
-                observed.add_collectives(RankCollectives.from_json(message.body))
+            self._read_collectives(rank, message.body)
+            return self.end_dump(rank)
         elif message.kind is MessageKind.EXIT_BLOCKED:
             if rank.call is not None:
                 rank.call.exit_blockers[number] = clean_line(message.body.decode(errors="replace"))
@@ -128,7 +128,7 @@ class RankReader:
         rank.observations.answer, rank.observations.answer_received_at = message, monotonic()
         if message.kind is MessageKind.RETURNED:
             if self._is_multi_node:  # it exits when all ranks of this node have returned; others may wait for it
-                self.request_collectives_of(rank)
+                self.request_collectives([rank])
             return m.Returned(rank.number)
         peer_error = classify_exception(message.body)
         return m.Failed(rank.number, is_secondary=peer_error not in (None, PeerErrorKind.HINT))
@@ -144,58 +144,38 @@ class RankReader:
     def end_dump(self, rank: Rank) -> list[m.RankEvent]:
         """Return StackDumped if a machine waits for it, and all has come. A rank that has answered sends no stacks."""
         lacks_stacks = rank.observations.answer is None and rank.stack_parser.is_dump_pending()
-        is_pending = rank.collective_sockets.is_pending or lacks_stacks
+        is_pending = rank.collective_socket.is_pending or lacks_stacks
         if is_pending or not rank.awaits_dump or rank.observations.has_exited:
             return []
         rank.awaits_dump = False
         return [m.StackDumped(rank.number)]
 
-    def _open_collectives_socket(self, rank: Rank, message: Message) -> None:
-        if message.fd == -1:  # it was lost, for want of descriptors
-            return
-        read = partial(self._on_crash_data if message.body else self._on_collectives, rank)
-        rank.collective_sockets.open(message.fd, read, is_crash_socket=bool(message.body))
-        if not message.body and rank.call is not None:
-            rank.call.monitor.start()
+    def _read_collectives(self, rank: Rank, body: bytes) -> None:
+        answer = None
+        with suppress(ValueError, LookupError, TypeError):  # it is empty, or the rank has overwritten its own memory
+            answer = RankCollectives.from_json(body)
+        if rank.observations.raised_at is not None:  # it was not asked
+            rank.observations.add_collectives(answer)
+        rank.collective_socket.pass_on(answer)
 
-    def _on_collectives(self, rank: Rank) -> list[m.RankEvent]:
-        """Read the collectives that a rank has sent. A crashing rank then goes on when `read_crash` is called."""
-        sockets, observed = rank.collective_sockets, rank.observations
-        was_pending = sockets.is_pending
-        answer = sockets.read_answer()
-        if answer is not None and observed.wants_collectives:
-            observed.add_collectives(answer)
-            observed.wants_collectives = False
-            observed.collectives_at = monotonic()
-        if not was_pending or sockets.is_pending:
-            return []
-        for monitor in self._list_monitors():
-            monitor.add(rank, answer)
-        self._stack_requests.add_collectives(rank, answer)
-        if sockets.is_crashing:
-            rank.stack_parser.feed(sockets.read_crash())
-        return self.end_dump(rank)
-
-    def _on_crash_data(self, rank: Rank) -> list[m.RankEvent]:
+    def _on_crash(self, rank: Rank) -> list[m.RankEvent]:
         """Before a crashing rank dies, ask the ranks of its call for their collectives."""
-        sockets = rank.collective_sockets
-        if sockets.hold_crash():
-            if rank.call is not None:
-                self.request_collectives(rank.call)
-            self._call_at(monotonic() + CRASH_HOLD_SECONDS, lambda: rank.stack_parser.feed(sockets.read_crash()))
-        else:
-            rank.stack_parser.feed(sockets.read_crash())
+        if not (rank.collective_socket.hold_crash() and rank.collective_socket.ask(self._read_crash, rank)):
+            return self._read_crash(rank)
+        if rank.call is not None:
+            self.request_collectives(rank.call.members.values())
+        self._call_at(monotonic() + CRASH_HOLD_SECONDS, partial(self._read_crash, rank))
         return []
 
-    def request_collectives(self, call: Call) -> None:
-        for rank in call.members.values():
-            if not rank.observations.has_exited:
-                self.request_collectives_of(rank)
+    def _read_crash(self, rank: Rank, _answer: RankCollectives | None = None) -> list[m.RankEvent]:
+        rank.stack_parser.feed(rank.collective_socket.read_crash(partial(self._read_crash, rank)))
+        return []
 
-    def request_collectives_of(self, rank: Rank, *, again: bool = False) -> None:
-        observed = rank.observations
-        if (again or observed.collectives is None) and not observed.wants_collectives:
-            observed.wants_collectives = rank.collective_sockets.ask()
+    def request_collectives(self, ranks: Iterable[Rank]) -> None:
+        """Ask for what the report says of them. A rank that has raised sends it without being asked."""
+        for rank in ranks:
+            if rank.observations.raised_at is None:
+                rank.collective_socket.ask(rank.observations.add_collectives)
 
     def _on_exit(self, rank: Rank) -> list[m.RankEvent]:
         """Read everything that a dead rank has sent, and then the exit code of its process."""
@@ -204,14 +184,12 @@ class RankReader:
             return []
         events = self._on_message(rank)
         rank.read_stack_pipe()
-        if rank.collective_sockets.is_pending:
-            self._on_collectives(rank)
-        rank.stack_parser.feed(rank.collective_sockets.read_crash())
+        self._read_crash(rank)
+        rank.collective_socket.close()
         self._death_clock.record_death(observed)
         observed.exit_code = rank.process.read_exit_code()
         self.finish_observations(rank)
         self._stack_requests.add_stacks(rank)
-        self._stack_requests.add_collectives(rank, None)
         return [*events, m.Exited(rank.number)]
 
     def finish_observations(self, rank: Rank) -> None:

@@ -8,7 +8,8 @@
        | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if it raised: see exceptions/encoder.py
        | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception that was just sent
        | <----------------- [DEBUGGER] ----------------- |   at the first breakpoint, from any thread
-       | <-------------- [COLLECTIVES ...] ------------- |   twice, at the first process group, from any thread
+       | <---------------- [COLLECTIVES] --------------- |   at the first process group, from any thread
+       | <----------- [CALLED_COLLECTIVES ...] --------- |   when asked, from a thread; and after FAILING
        | <------------- [STOP_REQUESTED ...] ----------- |   mpwatch.request_stop(), from any thread
        | ----------------- SHUTDOWN -------------------> |   alternatively the watcher closes its end of the channel
        | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
@@ -50,8 +51,8 @@ class MessageKind(enum.IntEnum):
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
     DEBUGGER = 13  # why it is opened; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
-    COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
-    CALLED_COLLECTIVES = 15  # the collectives of a failed rank: RankCollectives.to_json(). Sent between FAILING and RAISED
+    COLLECTIVES = 14  # empty; its descriptor is the watcher's end of a socket: see worker/collectives.py
+    CALLED_COLLECTIVES = 15  # RankCollectives.to_json(), or empty if this version of torch records something else
     STOP_REQUESTED = 16
     ITEM = 17  # as RETURNED
 

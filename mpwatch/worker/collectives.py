@@ -1,7 +1,7 @@
 """Reports which collectives this rank has called, and where in the code its main thread is. This module runs in a rank.
 
-    watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
-    the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
+    watcher --- one byte over a socket --> thread ------.
+    the function has raised -------------> main thread -+-> reads torch's flight recorder --- CALLED_COLLECTIVES --> watcher
 
 The thread starts with the first process group. It can answer while the main thread waits in C++ code, but not while another
 thread holds the GIL.
@@ -10,8 +10,8 @@ A "world" lasts as long as a default group. In the next world, torch uses the na
 group is made: earlier records with its name belong to a destroyed group.
 
 A rank can crash in a collective: gloo calls abort() if a peer sends more bytes than expected. So faulthandler writes the
-stack of a crash into the crash socket, whose buffer is so small that the write blocks until the watcher has asked for the
-collectives, and reads (watcher/processes/collective_sockets.py), for at most 0.1 s. The rank still dies of the same signal.
+stack of a crash into the same socket, whose buffer is so small that the write blocks until the watcher has the collectives,
+and reads (watcher/processes/collective_socket.py), for at most 0.1 s. The rank still dies of the same signal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import torch
 
 from mpwatch import torch_private
 from mpwatch.os_support.clock import wall_time
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL
 from mpwatch.results.collective import DEFAULT_GROUP, MAX_TENSORS, Collective, CollectiveState
 from mpwatch.results.places import find_user_frame, format_place
 from mpwatch.results.rank_collectives import MAX_COLLECTIVES, RankCollectives
@@ -110,36 +109,32 @@ def start(channel: Channel) -> None:
         return
     _has_started = True
     with suppress(OSError, RuntimeError):
-        requests = _open_socket(channel, b"")
-        threading.Thread(target=_answer_requests, args=(requests,), name="mpwatch collectives", daemon=True).start()
-        crash = _open_socket(channel, b"crash")
-        crash.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the kernel takes its minimum
-        stack_dumps.redirect_crash_stack(crash)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            channel.send(MessageKind.COLLECTIVES, fd=theirs.fileno())
+        threading.Thread(target=_answer_requests, args=(ours, channel), name="mpwatch collectives", daemon=True).start()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the kernel takes its minimum
+        stack_dumps.redirect_crash_stack(ours.dup())
 
 
-def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        if not channel.send(MessageKind.COLLECTIVES, purpose, fd=theirs.fileno()):
-            raise OSError("the channel to the watcher is closed")
-    return ours
+def _answer_requests(requests: socket.socket, channel: Channel) -> None:
+    with suppress(OSError):  # the watcher is dead
+        while requests.recv(1):
+            _send_collectives(channel)
 
 
 def send_before_failure(channel: Channel) -> None:
     """After the rank has reported its failure, the watcher can stop it at any time."""
-    with suppress(Exception):  # another version of torch may record something else
-        if _has_started:
-            channel.send(MessageKind.CALLED_COLLECTIVES, describe_rank().to_json().encode())
+    if _has_started:
+        _send_collectives(channel)
 
 
-def _answer_requests(requests: socket.socket) -> None:
-    with suppress(OSError):  # the watcher is dead
-        while requests.recv(1):
-            try:
-                answer = describe_rank().to_json().encode()
-            except Exception:  # noqa: BLE001  another version of torch may record something else
-                answer = b""  # the watcher does not ask again
-            requests.sendall(answer + b"\n", MSG_NOSIGNAL)
+def _send_collectives(channel: Channel) -> None:
+    try:
+        answer = describe_rank().to_json().encode()
+    except Exception:  # noqa: BLE001  another version of torch may record something else
+        answer = b""
+    channel.send(MessageKind.CALLED_COLLECTIVES, answer)
 
 
 def describe_rank() -> RankCollectives:
@@ -182,7 +177,7 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
     """Return the index of the collective in which the main thread waits. Other threads may have called collectives, too."""
-    if not frames or not torch_private.is_of_torch(frames[0].f_code):
+    if not torch_private.is_of_torch(frames[0].f_code):
         return None
     frame = next(filter(_is_of_distributed, frames), None)
     if frame is not None and "group" in frame.f_locals:
@@ -259,8 +254,6 @@ def _name_dtype(name: str) -> str:
 
 
 def _format_user_place(frames: list[FrameType]) -> str:
-    if not frames:
-        return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]
     return format_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.collective import Collective
 from mpwatch.results.model import Lateness, Progress, make_progress
 from mpwatch.results.rank_collectives import RankCollectives
@@ -42,7 +43,6 @@ class RankObservations:
     # The latest ones at the first sign of a failure, or when the rank raised. None if it was not asked or did not answer.
     collectives: RankCollectives | None = None
     collectives_at: float = 0.0  # when they were read
-    wants_collectives: bool = False  # whether the rank's next answer must be stored in `collectives`
     process_state: str = ""  # its letter when the watcher asked for stacks, see proc(5)
     # The last heartbeat, and the last `mpwatch.report()`.
     heartbeat: HeartbeatSample = field(default_factory=HeartbeatSample)
@@ -50,10 +50,10 @@ class RankObservations:
     signals_sent: set[int] = field(default_factory=set)
     first_signal_at: float = 0.0  # when the first of them was sent
 
-    def add_collectives(self, answer: RankCollectives) -> None:
+    def add_collectives(self, answer: RankCollectives | None) -> None:
         """Keep the earlier answer if this one has no new call: once a collective has failed, its source line is lost."""
-        if self.collectives is None or answer.has_call_after(self.collectives):
-            self.collectives = answer
+        if answer is not None and (self.collectives is None or answer.has_call_after(self.collectives)):
+            self.collectives, self.collectives_at = answer, monotonic()
 
     @property
     def collective(self) -> Collective | None:

@@ -225,7 +225,7 @@ class CallMachine:
         if self.stage is CallStage.DUMPING_STACKS:
             if isinstance(event, m.Returned) and self.stop_reason is not StopReason.INTERRUPTED:
                 self._dumping.add(event.rank)
-                return [m.RequestCollectives(event.rank)]
+                return [m.DumpStacks(event.rank)]
             return self._on_stack_dumped(event.rank, now)
         if isinstance(event, m.StackDumped) or (isinstance(event, m.DetailsReceived) and not self.keeps_ranks):
             return []  # stacks that came too late, or details that nothing waits for
@@ -363,22 +363,21 @@ class CallMachine:
     # --- stopping: DumpStacks, SIGTERM, SIGKILL, AbandonRank
 
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
-        """Ask the running ranks for their stacks. Stop all ranks when the stacks have come, or after STACK_DUMP_SECONDS.
+        """Ask the ranks for their stacks and collectives. Stop all when these have come, or after STACK_DUMP_SECONDS.
 
-        Ranks that have returned are asked for their collectives, unless the call was interrupted: perhaps a rank failed in a
-        collective that they have not called.
+        Ranks that have returned are asked, too, unless the call was interrupted: perhaps a rank failed in a collective that
+        they have not called.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
         self.stopped_at = now
-        running, returned = map(self.phase_table.ranks_in, (RankPhase.RUNNING, RankPhase.RETURNED))
-        if stop_reason is StopReason.INTERRUPTED:
-            returned = []
-        self._dumping = {*running, *returned}
+        self._dumping = set(self.phase_table.ranks_in(RankPhase.RUNNING))
+        if stop_reason is not StopReason.INTERRUPTED:
+            self._dumping.update(self.phase_table.ranks_in(RankPhase.RETURNED))
         if not self._dumping:
             return self._stop(now)
         self._enter(CallStage.DUMPING_STACKS, now + STACK_DUMP_SECONDS)
-        return [*map(m.DumpStacks, sorted(running)), *map(m.RequestCollectives, sorted(returned))]
+        return list(map(m.DumpStacks, sorted(self._dumping)))
 
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Stop all ranks if no more stacks can come. A rank that has failed or exited sends none."""

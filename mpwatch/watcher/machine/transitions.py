@@ -113,7 +113,7 @@ class DetailsReceived(RankEvent):
 
 
 class StackDumped(RankEvent):
-    """The rank has answered DumpStacks or RequestCollectives, or cannot answer."""
+    """The rank has answered DumpStacks, or cannot answer."""
 
 
 class Exited(RankEvent):
@@ -211,11 +211,7 @@ class RequestExit(RankAction):
 
 
 class DumpStacks(RankAction):
-    """Ask the rank for the stacks of its threads. StackDumped is the answer."""
-
-
-class RequestCollectives(RankAction):
-    """Ask a rank whose function has returned for its collectives. StackDumped is the answer."""
+    """Ask the rank for its collectives, and if its function runs, for its stacks. StackDumped is the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class CollectiveMonitor:
     """Checks the collectives during the calls of a run, or during one call of a WorkerGroup."""
 
     list_ranks: Callable[[], Collection[Rank]]
-    stall_after: float | None  # None: nothing is checked
+    stall_after: float  # math.inf: nothing is checked
     deferred_log: DeferredLog
     is_called: Callable[[int], bool]  # whether a rank takes part in the call; the others may return later than it
     is_checking: Callable[[], bool]  # whether a call is running, and its limits are not suspended
@@ -81,31 +81,9 @@ class CollectiveMonitor:
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
-        if not self._is_started and self.stall_after is not None:
+        if not self._is_started and self.stall_after < math.inf:
             self._is_started = True
             self._check_later()
-
-    def add(self, rank: Rank, answer: RankCollectives | None) -> None:
-        """Record a rank's answer, or None if it has closed its socket. After the last one, compare them."""
-        if rank in self._asked:
-            self._asked.discard(rank)
-            if answer is not None:
-                self._answers[rank.number] = answer
-            if not self._asked:
-                self._judge()
-
-    @property
-    def _period(self) -> float:
-        assert self.stall_after is not None
-        return max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self.stall_after / CHECKS_PER_STALL))
-
-    def _check_later(self) -> None:
-        self.call_at(self.now() + self._period, self._check_and_repeat)
-
-    def _check_and_repeat(self) -> None:
-        if not self._is_closed:
-            self._check_later()
-            self._check()
 
     def restart_waits(self) -> None:
         self._waits_since = self.now()
@@ -113,15 +91,32 @@ class CollectiveMonitor:
     def close(self) -> None:
         self._is_closed = True
 
+    def _check_later(self) -> None:
+        period = max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self.stall_after / CHECKS_PER_STALL))
+        self.call_at(self.now() + period, self._check_and_repeat)
+
+    def _check_and_repeat(self) -> None:
+        if not self._is_closed:
+            self._check_later()
+            self._check()
+
     def _check(self, *, is_look: bool = False) -> None:
-        ranks = [rank for rank in self.list_ranks() if rank.collective_sockets.is_open]
+        ranks = [rank for rank in self.list_ranks() if rank.collective_socket.is_open]
         can_compare = len(ranks) > 1 or self.on_stall is not None
         if not self.is_checking():
             self.restart_waits()
         elif not self._asked and can_compare:
             self._answers, self._asked_at, self._is_look = {}, self.now(), is_look
-            self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
+            self._asked = {rank for rank in ranks if rank.collective_socket.ask(self._add, rank)}
             self.call_at(self.now() + ANSWER_SECONDS, partial(self._stop_waiting, self._asked))
+
+    def _add(self, rank: Rank, answer: RankCollectives | None) -> None:
+        if rank in self._asked:
+            self._asked.discard(rank)
+            if answer is not None:
+                self._answers[rank.number] = answer
+            if not self._asked:
+                self._judge()
 
     def _stop_waiting(self, asked: set[Rank]) -> None:
         if asked is self._asked and asked:  # the check is not over
@@ -131,6 +126,9 @@ class CollectiveMonitor:
     def _judge(self) -> None:
         if not self._answers:  # no rank can answer now
             return
+        if not self.is_checking():
+            self._last_mismatch = None
+            return
         returned = [
             rank.number
             for rank in self.list_ranks()
@@ -138,24 +136,51 @@ class CollectiveMonitor:
             and rank.observations.answer is not None
             and rank.observations.answer.kind is MessageKind.RETURNED
         ]
-        if self.on_stall is not None and self.is_checking():
+        if self.on_stall is not None:
             self._report_stall(self.on_stall, returned)
-        elif self.is_checking():
+        else:
             self._find_slow_rank()
         if self._is_look:
             return
         verdicts = find_verdicts(self._answers, returned)
-        if not self.is_checking() or not verdicts:
-            self._last_mismatch = None
-        elif verdicts[0].kind is not VerdictKind.MISMATCH:
-            self._last_mismatch = None
+        mismatch = next((verdict for verdict in verdicts if verdict.kind is VerdictKind.MISMATCH), None)
+        last, self._last_mismatch = self._last_mismatch, mismatch
+        if mismatch is None:
             if self.on_stall is None:
                 self._handle_stalls(verdicts)
-        elif verdicts[0] == self._last_mismatch:
-            self._finish(verdicts[0])
+        elif last is not None and (last.finding, last.blamed) == (mismatch.finding, mismatch.blamed):
+            self._finish(mismatch)
         else:
-            self._last_mismatch = verdicts[0]
             self.call_at(self.now() + CONFIRM_SECONDS, self._check)
+
+    def _finish(self, verdict: CollectiveVerdict) -> None:
+        self.final_verdict = verdict
+        self.end_call()
+
+    def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
+        stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self.stall_after]
+        if final := next((stall for stall in stalls if stall.have_returned), None):
+            self._finish(final)
+            return
+        for stall in select_new_stalls(stalls, self._warned):
+            self.deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
+
+    def _get_wait(self, verdict: CollectiveVerdict) -> float:
+        return min(verdict.seconds, self._asked_at - self._waits_since)
+
+    def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
+        has_called_long_ago = self.now() - self._called_at >= self.stall_after
+        stalled = {
+            rank
+            for rank, answer in self._answers.items()
+            if (answer.collectives[-1].seconds >= self.stall_after if answer.collectives else has_called_long_ago)
+        }
+        stall = dict(self._answers) if stalled else {}
+        current = {rank: get_current_collective(answer) for rank, answer in stall.items()}
+        known = (current, stalled, returned) if stalled else None
+        if known != self._known_stall:
+            self._known_stall = known
+            on_stall(stall, returned)
 
     def _find_slow_rank(self) -> None:
         answers = {rank: answer for rank, answer in self._answers.items() if self.is_called(rank)}
@@ -170,34 +195,3 @@ class CollectiveMonitor:
             self._looks_left = MAX_LOOKS
             self._named_rank = self.lateness.rank
             self.on_slow_rank(self.lateness)
-
-    def _get_wait(self, verdict: CollectiveVerdict) -> float:
-        return min(verdict.seconds, self._asked_at - self._waits_since)
-
-    def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
-        assert self.stall_after is not None
-        has_called_long_ago = self.now() - self._called_at >= self.stall_after
-        stalled = {
-            rank
-            for rank, answer in self._answers.items()
-            if (answer.collectives[-1].seconds >= self.stall_after if answer.collectives else has_called_long_ago)
-        }
-        stall = dict(self._answers) if stalled else {}
-        known = {rank: get_current_collective(answer) for rank, answer in stall.items()}, stalled, returned
-        if known != self._known_stall and (stalled or self._known_stall is not None):
-            self._known_stall = known if stalled else None
-            on_stall(stall, returned)
-
-    def _finish(self, verdict: CollectiveVerdict) -> None:
-        self.final_verdict = verdict
-        self.end_call()
-
-    def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
-        assert self.stall_after is not None
-        stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self.stall_after]
-        final = next((stall for stall in stalls if stall.have_returned), None)
-        if final is not None:
-            self._finish(final)
-            return
-        for stall in select_new_stalls(stalls, self._warned):
-            self.deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))

@@ -64,7 +64,7 @@ class StackRequests:
                 self._returned.append(rank.number)
             if rank.is_reaped:
                 continue
-            if rank.collective_sockets.ask():
+            if rank.collective_socket.ask(self._add_collectives, rank):
                 self._asked_for_collectives.add(rank)
             if phase in WITHOUT_FUNCTION:
                 continue
@@ -72,17 +72,15 @@ class StackRequests:
                 self._asked.add(rank)
             elif reason := describe_blocked_process(rank.observations):
                 self._stacks[rank.number] = reason
-        if self._asked or self._asked_for_collectives:
-            self.call_at(monotonic() + STACK_DUMP_SECONDS, partial(self._answer, self._receivers))
-        else:
-            self._answer(self._receivers)
+        self.call_at(monotonic() + STACK_DUMP_SECONDS, partial(self._answer, self._receivers))
+        self._answer_if_complete()
 
     def add_stacks(self, rank: Rank) -> None:
         if rank in self._asked:
             self._take(rank)
             self._answer_if_complete()
 
-    def add_collectives(self, rank: Rank, answer: RankCollectives | None) -> None:
+    def _add_collectives(self, rank: Rank, answer: RankCollectives | None) -> None:
         if rank in self._asked_for_collectives:
             self._asked_for_collectives.discard(rank)
             if answer is not None:
@@ -111,5 +109,4 @@ class StackRequests:
         self._receivers = []
         for receive in receivers:
             receive(Stacks(self._stacks, current, verdict.sentence if verdict else ""))
-        if receivers:
-            self.wake()
+        self.wake()

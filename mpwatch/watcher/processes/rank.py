@@ -31,7 +31,7 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.watcher.machine.transitions import RankPhase
 from mpwatch.watcher.output.pipes import StdioFds
-from mpwatch.watcher.processes.collective_sockets import CollectiveSockets
+from mpwatch.watcher.processes.collective_socket import CollectiveSocket
 from mpwatch.watcher.processes.process import RankPopen
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
@@ -87,7 +87,7 @@ class Rank:
         self.observations = RankObservations(setup.worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio, self.slot = stdio, slot
         self.stack_parser = StackDumpParser()
-        self.collective_sockets = CollectiveSockets(selector)
+        self.collective_socket = CollectiveSocket(selector)
         self.awaits_dump = False
         self.channel = channel
         self._frames = FrameDecoder()
@@ -123,7 +123,7 @@ class Rank:
 
     def close(self) -> None:
         self._close_channel()
-        self.collective_sockets.close()
+        self.collective_socket.close()
         self._selector.remove(self._stack_pipe)
         self._selector.remove(self.process.sentinel)
         os.close(self._stack_pipe)

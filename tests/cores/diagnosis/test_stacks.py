@@ -87,7 +87,7 @@ def test_only_what_the_last_request_has_brought_counts():
 class SimulatedRank:
     number: int
     phase: RankPhase
-    collective_sockets: SimpleNamespace
+    collective_socket: SimpleNamespace
     stack_parser: SimpleNamespace
     observations: SimpleNamespace
     is_reaped = False
@@ -95,7 +95,7 @@ class SimulatedRank:
 
 def test_a_request_is_not_answered_at_the_deadline_of_an_earlier_one():
     timers, answers = [], []
-    sockets = SimpleNamespace(ask=lambda: False)
+    sockets = SimpleNamespace(ask=lambda *_: False)
     parser = SimpleNamespace(end_dump=lambda: None)
     rank = SimulatedRank(0, RankPhase.RUNNING, sockets, parser, SimpleNamespace(is_dump_for_report=False))
     requests = StackRequests(lambda _: True, lambda _: "here", lambda _, do: timers.append(do), lambda: None)

@@ -48,18 +48,17 @@ class Simulation:
         self.now = end
 
     def _make_rank(self, number):
-        def ask():
-            self.call_at(self.now + next(self._delays), lambda: self.monitor.add(rank, self._answer_of(number, self.now)))
+        def ask(receive, rank):
+            self.call_at(self.now + next(self._delays), lambda: receive(rank, self._answer_of(number, self.now)))
             return True
 
-        rank = SimulatedRank(number, SimpleNamespace(is_open=True, ask=ask))
-        return rank
+        return SimulatedRank(number, SimpleNamespace(is_open=True, ask=ask))
 
 
 @dataclass(eq=False)
 class SimulatedRank:
     number: int
-    collective_sockets: SimpleNamespace
+    collective_socket: SimpleNamespace
     observations = SimpleNamespace(answer=None)
 
 

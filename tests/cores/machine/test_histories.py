@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_exit_after_all_have_returned_is_stopped_and_the_ru
 
 def test_a_failure_stops_all_ranks_when_they_have_said_where_they_are():
     machine = after(0.5, m.Returned(2), n=3)
-    assert handle(machine, 1.0, m.Failed(1)) == [m.DumpStacks(0), m.RequestCollectives(2)]
+    assert handle(machine, 1.0, m.Failed(1)) == [m.DumpStacks(0), m.DumpStacks(2)]
     assert handle(machine, 1.1, m.StackDumped(0)) == []
     stops = [*terminate(0), *terminate(1), m.RequestExit(1), *terminate(2), m.RequestExit(2)]
     assert handle(machine, 1.1, m.StackDumped(2)) == stops
@@ -85,7 +85,7 @@ def test_the_stacks_of_a_rank_that_reports_are_not_waited_for(event):
 
 def test_a_rank_that_returns_instead_is_asked_for_what_it_has_called():
     machine = after(1.0, m.Failed(1))
-    assert handle(machine, 1.1, m.Returned(0)) == [m.RequestCollectives(0)]
+    assert handle(machine, 1.1, m.Returned(0)) == [m.DumpStacks(0)]
     assert m.SendSignal(1, signal.SIGTERM) in handle(machine, 1.1, m.StackDumped(0))
 
 
@@ -103,7 +103,7 @@ def test_the_root_cause_or_the_last_answer_ends_the_wait_for_it():
     assert handle(machine, 1.5, m.Failed(2, is_secondary=True)) == []
     assert handle(machine, 1.6, m.Failed(1)) == [each for n in range(3) for each in (*terminate(n), m.RequestExit(n))]
     machine = after(0.5, m.Returned(1))
-    assert handle(machine, 1.0, m.Failed(0, is_secondary=True)) == [m.RequestCollectives(1)]
+    assert handle(machine, 1.0, m.Failed(0, is_secondary=True)) == [m.DumpStacks(1)]
 
 
 def test_a_node_of_a_job_whose_ranks_are_all_victims_waits_for_the_cause_on_another_node():
@@ -216,7 +216,7 @@ def test_a_rank_has_failed_if_it_is_silent_at_two_readings():
     machine = running_machine(3, heartbeat_timeout=LIMIT)
     handle(machine, 1.0, m.Returned(2))
     assert read_heartbeats(machine, 5.0, rank0=-5.0, rank1=None) == []  # without a first heartbeat there is no limit
-    asked = [m.DumpStacks(0), m.DumpStacks(1), m.RequestCollectives(2)]
+    asked = [m.DumpStacks(0), m.DumpStacks(1), m.DumpStacks(2)]
     assert read_heartbeats(machine, 6.0, rank0=-5.0, rank1=None) == asked
     assert (machine.heartbeats.silent_ranks, machine.stop_reason) == ({0: -5.0}, m.StopReason.FAILED)
 
