@@ -1,27 +1,37 @@
-"""The times of what happened in one history, in a file that all its processes map. Times are of CLOCK_MONOTONIC."""
+"""The function of the ranks of a history; and the times of what happened in it, each in a file of its folder.
 
-import mmap
-import os
-import struct
+Times are of CLOCK_MONOTONIC.
+"""
+
 import time
+from pathlib import Path
 
-TIME = struct.Struct("d")
-CALLED, ENDED, TIMER_FIRED = range(3)  # slots of the host program
-FIRST_RANK = 3  # slot of rank 0: the time at which its action begins
+from chaos.histories import History
+from support.acts import parse_action
+from support.failing import rank
+
+CALLED, ENDED, TIMER_FIRED = "called", "ended", "timer fired"  # in the host program
+START_SECONDS = 0.4  # from the call of `run` until all ranks run, on an idle machine
 
 
-class EventTimes:
-    def __init__(self, folder: str) -> None:
-        fd = os.open(f"{folder}/times", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(fd, mmap.PAGESIZE)
-        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
-        os.close(fd)
+def run_rank(history: History, folder: str):
+    plan = history.plans[rank()]
+    if not plan.at_once:
+        time.sleep(max(0.0, read_time(folder, CALLED) + START_SECONDS + plan.delay - time.monotonic()))
+    *preparations, end = parse_action(plan.action)
+    for prepare in preparations:
+        prepare()
+    record_time(folder, rank())
+    return end()
 
-    def record(self, slot: int) -> None:
-        TIME.pack_into(self._memory, slot * TIME.size, time.monotonic())
 
-    def read(self, slot: int) -> float | None:
-        return TIME.unpack_from(self._memory, slot * TIME.size)[0] or None
+def record_time(folder: str | Path, event: object) -> None:
+    """Record that this happens now. An int is a rank whose action ends."""
+    Path(folder, f"time of {event}").write_text(str(time.monotonic()))
 
-    def close(self) -> None:
-        self._memory.close()
+
+def read_time(folder: str | Path, event: object) -> float | None:
+    try:
+        return float(Path(folder, f"time of {event}").read_text())
+    except (FileNotFoundError, ValueError):  # nothing is recorded yet
+        return None

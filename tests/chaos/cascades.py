@@ -4,12 +4,9 @@ With `any_error`, the neighbours raise errors that do not show that a connection
 if the culprit closes its connections before it fails, so it does not.
 """
 
-import os
 import random
-import signal
 import socket
 import struct
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import mpwatch
-from chaos.acts import throw
+from support.acts import act
 
 LONGEST_DELAY = 0.3  # seconds from the end of the connections to the exception of the rank that ended them
 ERRORS = [
@@ -33,22 +30,7 @@ ERRORS = [
 ]
 
 
-def raise_in_a_cause():
-    try:
-        raise KeyError("lr")
-    except KeyError as error:
-        raise RuntimeError("the configuration is wrong") from error
-
-
-ENDS = {
-    "raise": lambda: throw(ValueError("the loss is nan")),
-    "raise in a cause": raise_in_a_cause,
-    "memory": lambda: throw(MemoryError()),
-    "exit": lambda: sys.exit(3),
-    "os._exit": lambda: os._exit(4),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-}
+ENDS = ("raises", "raises_a_deep_chain", "exits", "calls_os_exit", "is_killed", "crashes")
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ def make_cascade(seed, *, any_error):
         seed=seed,
         nprocs=nprocs,
         culprit=choose.randrange(nprocs),
-        end=choose.choice([*ENDS]),
+        end=choose.choice(ENDS),
         closes_first=choose.random() < 0.6 and not any_error,
         delay=choose.uniform(0, LONGEST_DELAY),
         wrapped=tuple(rank for rank in range(nprocs) if choose.random() < 0.3),
@@ -102,7 +84,7 @@ def be_rank(cascade, folder, barrier):
             for end in (following, previous):
                 end.close()
             time.sleep(cascade.delay)
-        ENDS[cascade.end]()
+        act(cascade.end)
     try:
         exchange(following, previous)
     except OSError as error:

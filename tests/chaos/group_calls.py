@@ -4,7 +4,6 @@
 number by PerRank. The calls need random ranks.
 """
 
-import os
 import random
 import signal
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 import mpwatch
 from mpwatch import PerRank, RunFailedError, WorkerState
+from support.acts import act
 
 NPROCS = 3
 ACTIONS = ["returns"] * 12 + ["raises"] * 2 + ["waits"] * 2 + ["is_killed", "exits"]
@@ -46,20 +46,12 @@ def make_history(seed):
     return calls
 
 
-def act(planned, own):
+def be_called(planned, own):
     me = mpwatch.current_worker()
     numbers = me.state.setdefault("numbers", [])
     numbers.append(planned.number)
     if me.rank == planned.culprit:
-        if planned.action == "raises":
-            raise ValueError(f"call {planned.number}")
-        if planned.action == "waits":
-            while True:
-                signal.pause()
-        if planned.action == "is_killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if planned.action == "exits":
-            raise SystemExit(7)
+        act(planned.action)
     return me.restart_count, own, list(numbers)
 
 
@@ -70,7 +62,7 @@ def run_history(calls):
         for planned in calls:
             time.sleep(planned.pause)
             args = (planned, PerRank([100 * planned.number + rank for rank in planned.ranks]))
-            futures[planned] = handle = group.submit(act, args, ranks=planned.ranks)
+            futures[planned] = handle = group.submit(be_called, args, ranks=planned.ranks)
             if planned.stop_after is not None:
                 threads.submit(stop_later, handle, planned)
         for planned, future in futures.items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from chaos.board import CALLED, ENDED, FIRST_RANK, TIMER_FIRED, EventTimes
+from chaos.board import CALLED, ENDED, TIMER_FIRED, read_time
 from chaos.histories import Fault, History
 from support.programs import ENV
 
@@ -53,21 +53,21 @@ def run_history(history: History, folder: Path) -> Evidence:
     evidence, mark = Evidence(), uuid.uuid4().hex
     (folder / "tmp").mkdir()
     (folder / "history").write_bytes(pickle.dumps(history))
-    times = EventTimes(str(folder))
     try:
-        _run_program(history, folder, mark, times, evidence)
-        evidence.called_at, evidence.ended_at, evidence.timer_fired_at = map(times.read, (CALLED, ENDED, TIMER_FIRED))
-        acted_at = {rank: times.read(FIRST_RANK + rank) for rank in range(len(history.plans))}
-        evidence.acted_at = {rank: at for rank, at in acted_at.items() if at is not None}
+        _run_program(history, folder, mark, evidence)
     finally:
         for pid in _find_marked(mark):
             _kill(pid)
-        times.close()
+    evidence.called_at, evidence.ended_at, evidence.timer_fired_at = (
+        read_time(folder, event) for event in (CALLED, ENDED, TIMER_FIRED)
+    )
+    acted_at = {rank: read_time(folder, rank) for rank in range(len(history.plans))}
+    evidence.acted_at = {rank: at for rank, at in acted_at.items() if at is not None}
     evidence.left_files = sorted(os.listdir(folder / "tmp"))
     return evidence
 
 
-def _run_program(history: History, folder: Path, mark: str, times: EventTimes, evidence: Evidence) -> None:
+def _run_program(history: History, folder: Path, mark: str, evidence: Evidence) -> None:
     ready_read, ready_write = os.pipe()
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err, open(ready_read, "rb") as ready:
         program = subprocess.Popen(
@@ -84,7 +84,7 @@ def _run_program(history: History, folder: Path, mark: str, times: EventTimes, e
             ready.read(1)
         _inject(history, program, evidence)
         if history.fault is Fault.INTERRUPT and not _wait_for_exit(program.pid, LOST_SECONDS):
-            _repeat_lost_interrupt(program, times, evidence)
+            _repeat_lost_interrupt(program, folder, evidence)
         if not _wait_for_exit(program.pid, TIMEOUT):
             evidence.stack_dump = _dump_stacks(program, mark, folder)
             program.kill()
@@ -112,13 +112,13 @@ def _inject(history: History, program: subprocess.Popen, evidence: Evidence) -> 
         seconds = history.gap
 
 
-def _repeat_lost_interrupt(program: subprocess.Popen, times: EventTimes, evidence: Evidence) -> None:
+def _repeat_lost_interrupt(program: subprocess.Popen, folder: Path, evidence: Evidence) -> None:
     """Press Ctrl-C again if the first one came before the call.
 
     CPython can lose it there: the import system ignores an exception in the callback that deletes a module's lock, and the
     start of the interpreter one in `import warnings`.
     """
-    called_at = times.read(CALLED)
+    called_at = read_time(folder, CALLED)
     if called_at is not None and evidence.injected_at[-1] < called_at:
         program.send_signal(signal.SIGINT)
 

@@ -1,6 +1,6 @@
 """Histories of runs, each made from a seed: the number of ranks, the action of each rank, and the fault of the watcher.
 
-Pure data. The actions are defined in acts.py. ACTIONS says what mpwatch promises to report for each. judge.py compares each
+Pure data. The actions are defined in support/acts.py. ACTIONS says what mpwatch promises to report for each. judge.py compares each
 run with that. So the table follows from the promises, and not from what mpwatch happens to do.
 """
 
@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
-EXIT_CODE, CHAIN_LENGTH = 77, 60
+from support.acts import EXIT_CODE
 
 
 class Fate(Enum):

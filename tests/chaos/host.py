@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 
 import mpwatch
-from chaos.acts import run_rank
-from chaos.board import CALLED, ENDED, TIMER_FIRED, EventTimes
+from chaos.board import CALLED, ENDED, TIMER_FIRED, record_time, run_rank
 from chaos.histories import Fault
 from support import process_state
 
@@ -31,13 +30,12 @@ class TimerError(Exception):
 def main(folder, ready):
     with open(f"{folder}/history", "rb") as file:
         history = pickle.load(file)
-    times = EventTimes(folder)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.register(signal.SIGUSR1)  # the harness sends it if this program hangs
     if history.fault is Fault.TERMINATE_HANDLED:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if history.fault is Fault.TIMER:
-        signal.signal(signal.SIGALRM, lambda *_: raise_timer_error(times))
+        signal.signal(signal.SIGALRM, lambda *_: raise_timer_error(folder))
     call = call_in_thread if history.fault is Fault.IN_A_THREAD else call_run
     resource_tracker.ensure_running()  # it lives until the program ends
     before = read_process_state()
@@ -46,10 +44,10 @@ def main(folder, ready):
         try:
             if history.fault is Fault.TIMER:
                 signal.setitimer(signal.ITIMER_REAL, history.fault_at + 1e-6)
-            times.record(CALLED)
+            record_time(folder, CALLED)
             result = call(history, folder)
         finally:
-            times.record(ENDED)
+            record_time(folder, ENDED)
             signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException as error:
         outcome = {"outcome": type(error).__name__, "chain": exception_chain(error), "text": str(error)[:2000]}
@@ -71,8 +69,8 @@ def call_in_thread(history, folder):
         return pool.submit(call_run, history, folder).result()
 
 
-def raise_timer_error(times):
-    times.record(TIMER_FIRED)
+def raise_timer_error(folder):
+    record_time(folder, TIMER_FIRED)
     raise TimerError
 
 

@@ -5,7 +5,8 @@ accepted.
 """
 
 from chaos.harness import Evidence
-from chaos.histories import CHAIN_LENGTH, ENDS_THE_RUN, Fate, Fault, History
+from chaos.histories import ENDS_THE_RUN, Fate, Fault, History
+from support.acts import CHAIN_LENGTH
 
 TIE = 0.1  # seconds between two failures, in which either may be first: a rank that is not running cannot fail
 REPORT_SECONDS = 0.5  # a failure this long before a fault has been reported

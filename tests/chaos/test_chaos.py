@@ -1,7 +1,8 @@
-"""Runs with random faults keep the promises of mpwatch. Each history is made from a seed and runs in a program of its own.
+"""Random faults: in runs, each in a program of its own; in calls of a WorkerGroup; and in ranks that lose their peers.
 
-The suite runs a few histories, and `tox run -e chaos` hundreds. MPWATCH_CHAOS_SEED is the first seed, MPWATCH_CHAOS_HISTORIES
-the number of histories, MPWATCH_CHAOS_INSTANTS the number for each signal during the start and during restarts.
+The suite runs a few histories, `tox run -e chaos` hundreds, and `tox run -e faults` a thousand cascades. MPWATCH_CHAOS_SEED
+is the first seed, MPWATCH_CHAOS_HISTORIES the number of histories, MPWATCH_CHAOS_INSTANTS the number for each signal during
+the start and during restarts.
 """
 
 import os
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from chaos import acts, histories
+from chaos import group_calls, histories
+from chaos.cascades import run_cascades
 from chaos.harness import run_history
 from chaos.histories import Fault, make_history, make_interrupted_restarts, make_interrupted_start
 from chaos.judge import find_errors, find_leftovers, seconds_over_limit
+from support.acts import parse_action
+from support.thoroughness import choose
 
 SEED = int(os.environ.get("MPWATCH_CHAOS_SEED", "1"))
 HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "10"))
@@ -70,4 +74,18 @@ def test_a_signal_at_any_time_of_the_start_or_of_restarts_leaves_nothing(make, l
 
 
 def test_each_action_is_defined():
-    assert all(acts.parse_action(action) for action in histories.ACTIONS)
+    assert all(parse_action(action) for action in histories.ACTIONS)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + HISTORIES))
+def test_random_calls_of_a_group(seed):
+    """No hang, nothing left, true outcomes, the order of the queue."""
+    errors = group_calls.run_history(group_calls.make_history(seed))
+    assert not errors, "\n".join(errors)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("any_error", "tolerated"), [(False, 0), (True, choose(0, 10))], ids=["lost peers", "any error"])
+def test_the_cause_of_a_cascade_is_found(any_error, tolerated):
+    wrong = run_cascades(choose(6, 1000), any_error=any_error)
+    assert len(wrong) <= tolerated, wrong

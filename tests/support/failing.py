@@ -54,20 +54,8 @@ def recurses():
     recurses()
 
 
-def exits_with_3():
-    sys.exit(3)
-
-
-def calls_os_exit_with_7():
-    os._exit(7)
-
-
 def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_terminated():
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def crashes():

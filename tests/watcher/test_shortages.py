@@ -5,6 +5,7 @@ checks that. A test that would harm the other tests makes its shortage in a prog
 """
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -12,13 +13,61 @@ import signal
 import subprocess
 import threading
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 
-from support import failing
-from support.one_run import attempt, leave_descriptors, limit
+from mpwatch import LaunchError, RunFailedError, run
+from support import failing, functions
+from support.acts import act
+from support.process_state import difference, state
 from support.programs import call, in_own_process
+
+
+def attempt(fn=functions.rank, nprocs=2, *, short=lambda: lambda: None, **options):
+    """Do a run, check that nothing is left of it, and return its result.
+
+    `short` begins a shortage of a resource, and returns a function that ends it, since the check needs resources itself.
+    """
+    resource_tracker.ensure_running()  # it lives until the program ends
+    before = state()
+    end_shortage = short()
+    try:
+        result = _describe_result(fn, nprocs, options)
+    finally:
+        end_shortage()
+    gc.collect()
+    after = state()
+    assert after == before, {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
+    return result
+
+
+def _describe_result(fn, nprocs, options):
+    try:
+        values = list(run(fn, nprocs, **options))
+        return f"values {values}"
+    except LaunchError as error:
+        return f"LaunchError {error}"
+    except RunFailedError as error:
+        kind = error.root_cause.kind.name if error.root_cause else type(error).__name__
+        return f"{kind} {error}"
+
+
+def limit(which, soft):
+    before, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (soft, hard))
+    return lambda: resource.setrlimit(which, (before, hard))
+
+
+def leave_descriptors(spare):
+    """Limit this process to `spare` further descriptors. Return a function that restores the old limit."""
+    taken = {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+    number = 0
+    while number in taken or spare:
+        spare -= number not in taken
+        number += 1
+    return limit(resource.RLIMIT_NOFILE, number)
 
 
 def leave_memory(mib):
@@ -96,30 +145,27 @@ def reap_all_children():
 
 
 VERDICTS = {  # the first one: if every exit code is lost. The others: if other code sometimes reaps a rank first
-    failing.rank: ("values [0, 1]",),
-    failing.raises_keyword_only_error: ("EXCEPTION rank 0 failed first: KeywordOnlyError: code 7: two arguments",),
-    failing.exits_with_3: ("EXIT rank 0 ended with exit code 3 and no result",),
-    failing.calls_os_exit_with_7: ("LOST rank 0 ", "EXIT rank 0 ended with exit code 7"),
-    failing.is_killed: ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGKILL"),
-    failing.wait_to_be_stopped: ("RunTimeoutError the run did not end",),
+    "returns": ("values ['the value of rank 0', 'the value of rank 1']",),
+    "raises_keyword_only_error": ("EXCEPTION rank 0 failed first: KeywordOnlyError: code 7: two arguments",),
+    "exits": ("EXIT rank 0 ended with exit code 77 and no result",),
+    "calls_os_exit": ("LOST rank 0 ", "EXIT rank 0 ended with exit code 77"),
+    "is_killed": ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGKILL"),
+    "waits": ("RunTimeoutError the run did not end",),
 }
 
 
 @pytest.mark.parametrize("how", ["SIGCHLD ignored", "reaped by others"])
 @in_own_process
 def test_a_host_that_loses_the_exit_codes_of_its_children(how):
-    def call_on_rank_0(action):
-        if failing.rank() == 0 or action is failing.rank:
-            return action()
-        return failing.wait_to_be_stopped()
+    def act_on_rank_0(action):
+        return act(action if failing.rank() == 0 or action == "returns" else "waits")
 
     if how == "SIGCHLD ignored":
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     else:
         threading.Thread(target=reap_all_children, daemon=True).start()
     for action, verdicts in VERDICTS.items():
-        options = {"timeout": 0.7} if action is failing.wait_to_be_stopped else {}
-        line = attempt(call_on_rank_0, args=(action,), **options)
+        line = attempt(act_on_rank_0, args=(action,), timeout=0.7 if action == "waits" else None)
         assert line.startswith(verdicts if how == "reaped by others" else verdicts[:1]), line
     with pytest.raises(KeyboardInterrupt):
         attempt(failing.interrupts_its_watcher, grace_period=5)

@@ -1,22 +1,29 @@
 """`report()`, `heartbeat()` and `heartbeat_timeout`: a silent rank is the root cause, with the stacks of all ranks."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 import mpwatch
 from mpwatch import FailureKind
+from support import failing
 from support.process_state import SPAWN
-from support.programs import ENV, command
 from watcher.diagnosis import failing_functions as fn
 
 
 def test_the_last_reports_are_in_the_result_also_that_of_a_killed_rank():
-    result = mpwatch.run(fn.report_steps, 2, args=(SPAWN.Event(),), check=False)
+    def report_steps(has_reported):
+        for step in range(3):
+            mpwatch.report(step=step, total=3, loss=1 / (step + 1), ready=True)
+        if failing.rank() == 0:
+            has_reported.set()
+            failing.wait_to_be_stopped()
+        mpwatch.report(step=7)
+        has_reported.wait()
+        failing.is_killed()
+
+    result = mpwatch.run(report_steps, 2, args=(SPAWN.Event(),), check=False)
     first, second = result.progress[0], result.progress[1]
     assert (first.step, first.total, first.metrics) == (2, 3, {"loss": 1 / 3, "ready": 1.0})
     assert (second.step, second.total, second.metrics) == (7, None, {})
@@ -45,12 +52,30 @@ def test_silent_ranks_are_failures_with_all_stacks():
 
 
 def test_a_rank_that_has_returned_or_never_sent_a_heartbeat_has_no_limit():
-    assert list(mpwatch.run(fn.have_no_limit, 2, heartbeat_timeout=0.1)) == ["at last", "never"]
+    class SlowToPickle:
+        def __reduce__(self):
+            time.sleep(0.6)  # longer than the limit; no heartbeat is sent here
+            return str, ("at last",)
+
+    def have_no_limit():
+        if failing.rank() == 0:
+            mpwatch.heartbeat()
+            return SlowToPickle()
+        time.sleep(0.6)
+        return "never"
+
+    assert list(mpwatch.run(have_no_limit, 2, heartbeat_timeout=0.1)) == ["at last", "never"]
 
 
 def test_heartbeats_of_a_forked_helper_do_not_count():
+    def beat_in_a_fork():
+        mpwatch.heartbeat()
+        if os.fork() == 0:
+            fn.beat_forever()
+        failing.wait_to_be_stopped()
+
     with pytest.raises(mpwatch.RunFailedError, match="was silent for"):
-        mpwatch.run(fn.beat_in_a_fork, 1, heartbeat_timeout=0.2)
+        mpwatch.run(beat_in_a_fork, 1, heartbeat_timeout=0.2)
 
 
 def test_a_heartbeat_timeout_without_heartbeats_is_warned_about_once(caplog):
@@ -59,23 +84,3 @@ def test_a_heartbeat_timeout_without_heartbeats_is_warned_about_once(caplog):
             group.run(time.sleep, (0.6,))
     text = "no rank has called report() or heartbeat() in 0.2 s, so heartbeat_timeout=0.2 does not apply yet"
     assert caplog.messages == [text]
-
-
-@pytest.mark.slow
-def test_a_watcher_that_was_suspended_with_its_ranks_blames_none():
-    """Like a paused container: all ranks were silent, and none is to blame."""
-    args = command(fn.run_until_sigusr1)
-    pipes = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, *args], env=ENV, text=True, **pipes) as program:
-        try:
-            ranks = [int(program.stdout.readline()) for _ in range(2)]
-            for pid in (program.pid, *ranks):
-                os.kill(pid, signal.SIGSTOP)
-            signal.sigtimedwait([], 2.5)  # longer than the limit and what counts as late
-            for pid in (program.pid, *ranks):
-                os.kill(pid, signal.SIGCONT)
-            for pid in ranks:
-                os.kill(pid, signal.SIGUSR1)
-            assert program.communicate(timeout=60)[0] == "[True, True]\n"
-        finally:
-            program.kill()

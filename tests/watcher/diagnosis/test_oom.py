@@ -1,13 +1,16 @@
 """The kernel's out-of-memory killer: real kills, in a memory cgroup that the test creates."""
 
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import mpwatch
+from support import failing
 from support.programs import call
-from watcher.diagnosis import oom_programs
 
 LIMIT = 150 << 20
 
@@ -47,8 +50,24 @@ def group(eventually):
     pytest.skip("no memory cgroup can be created here: it takes root, and a writable hierarchy")
 
 
+def exhaust_memory(group):
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    use_memory = "[bytearray(range(256)) * (1 << 12) for _ in range(400)]"
+
+    def use_memory_in_helper():
+        raise RuntimeError(f"my worker ended with {subprocess.call([sys.executable, '-c', use_memory])}")
+
+    def call_on_rank_1(action):
+        return action() if failing.rank() == 1 else failing.wait_to_be_stopped()
+
+    for action in (lambda: eval(use_memory), failing.is_killed, use_memory_in_helper):
+        result = mpwatch.run(call_on_rank_1, 2, args=(action,), check=False)
+        print(result.root_cause.kind.name, result.root_cause.rank, result.root_cause.exit_code)
+        print(mpwatch.RunFailedError(result), end="\n\n")
+
+
 def test_ranks_and_helpers_that_use_all_memory(group):
-    done = call(oom_programs.exhaust_memory, group)
+    done = call(exhaust_memory, group)
     by_kernel, by_another, helper, _ = (text.splitlines() for text in done.stdout.split("\n\n"))
     assert by_kernel[0] == "OOM 1 137"
     assert by_kernel[1].startswith("rank 1 was killed by the kernel's out-of-memory killer (")

@@ -14,7 +14,6 @@ import pytest
 import mpwatch
 from mpwatch import LogSpec, RestartPolicy
 from support import screens
-from support.one_run import limit
 from support.process_state import SPAWN
 from watcher.output import printing_functions
 
@@ -171,12 +170,13 @@ def test_a_log_file_that_cannot_be_created(tmp_path, show):
 
 
 def test_a_log_file_that_can_no_longer_be_written(tmp_path, caplog):
-    restore = limit(resource.RLIMIT_FSIZE, 1 << 20)
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        try:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
             result = mpwatch.run(printing_functions.print_lines, 1, args=(20_000,), logs=LogSpec(tmp_path))
-        finally:
-            restore()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(result) == [20_000]
     assert len(shown.getvalue()) == 2_000_000
     path = f"{result.log_dir}/attempt_0/0/stdout.log"

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -30,21 +29,8 @@ def get_affinity():
 
 
 def get_affinities():
-    """Return the affinity at the start of the interpreter, of all threads now, of a new thread and of a forked process."""
-    found = [sys.affinity_at_start]
-    thread = threading.Thread(target=lambda: found.append(get_affinity()))
-    thread.start()
-    thread.join()
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, repr(get_affinity()).encode())
-        os._exit(0)
-    os.wait()
-    return (
-        *found,
-        *(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")),
-        eval(os.read(reader, 1000)),
-    )
+    """Return the affinity at the start of the interpreter, and those of all threads now."""
+    return sys.affinity_at_start, *(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task"))
 
 
 def get_devices():
@@ -95,27 +81,17 @@ def test_a_system_that_cannot_bind_says_so():
 
 
 @pytest.mark.parametrize(
-    ("nprocs", "placement", "error", "text"),
-    [
-        (len(ALLOWED) + 1, "cores", ValueError, rf"needs a CPU for each of the {len(ALLOWED) + 1} ranks"),
-        (
-            2,
-            lambda _: None,
-            TypeError,
-            "the function in placement returned for rank 0 must be a set of CPU numbers, not None",
-        ),
-        (2, lambda _: 1 // 0, ZeroDivisionError, "by zero"),
-        (2, Placement(gpus="own"), ValueError, "but there is no GPU that the ranks can see"),
-    ],
+    ("placement", "error", "text"),
+    [(lambda _: 1 // 0, ZeroDivisionError, "by zero"), (Placement(gpus="own"), ValueError, "but there is no GPU that")],
 )
-def test_a_bad_placement_starts_no_rank(nprocs, placement, error, text):
+def test_a_bad_placement_starts_no_rank(placement, error, text):
     started = []
     for start in (partial(mpwatch.run, get_affinity), WorkerGroup):
         with pytest.raises(error, match=text):
-            start(nprocs, placement=placement, on_event=started.append)
+            start(2, placement=placement, on_event=started.append)
     assert not [event for event in started if isinstance(event, events.WorkerStarted)]
     with pytest.raises(error, match=text):
-        mpwatch.submit(get_affinity, nprocs, placement=placement).result()
+        mpwatch.submit(get_affinity, 2, placement=placement).result()
 
 
 def test_a_rank_sees_its_own_gpu_only(tmp_path, monkeypatch):

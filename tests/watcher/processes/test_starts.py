@@ -126,22 +126,3 @@ def test_ps_shows_which_rank_of_which_run_a_process_is():
     result = mpwatch.run(fn, 2)
     name, run = "fn=tr???in?[2J" + "x" * 69, f"run={result.workers[0].run_id[:8]}"
     assert [command[-4:] for command in result] == [["mpwatch", f"rank={rank}/2", name, run] for rank in (0, 1)]
-
-
-@in_own_process
-def test_a_tracer_that_rewrites_the_commands_of_child_processes():
-    def rewrite(command):
-        command = [os.fsdecode(arg) for arg in command]
-        if "-c" in command:
-            command[command.index("-c") + 1] = f"import sys; sys.is_traced = True; {command[command.index('-c') + 1]}"
-        return command
-
-    def start(popen, args, *more, **options):
-        start_untraced(popen, args if isinstance(args, str) else rewrite(args), *more, **options)
-
-    def spawn(path, command, *more, **options):
-        return spawn_untraced(path, rewrite(command), *more, **options)
-
-    start_untraced, subprocess.Popen.__init__ = subprocess.Popen.__init__, start
-    spawn_untraced, os.posix_spawnp = os.posix_spawnp, spawn
-    assert list(mpwatch.run(lambda: sys.is_traced, 2)) == [True, True]

@@ -76,34 +76,26 @@ def test_no_restarted_rank_outlives_its_program(scope, number, eventually):
     eventually(lambda: not any(map(is_alive, pids)), seconds=1.0 if number == signal.SIGKILL else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("scope", "error", "state"),
-    [("group", ZeroDivisionError, WorkerState.FAILED), ("worker", KeyboardInterrupt, WorkerState.STOPPED)],
-)
-def test_what_retry_if_raises_is_raised(scope, error, state):
-    def retry_if(failure):
-        raise error("in retry_if")
+def has_no_room(worker):
+    if (worker.restart_count, worker.rank) == (1, 1):
+        raise LookupError("no room")
+    return {}
 
+
+def is_too_large(worker):
+    return {"LARGE": "x" * (worker.restart_count * worker.rank << 20)}
+
+
+@pytest.mark.parametrize(
+    ("scope", "retry_if", "env", "error", "text"),
+    [
+        ("group", lambda _: 1 // 0, None, ZeroDivisionError, "by zero"),
+        ("worker", None, has_no_room, LookupError, "no room"),
+        ("group", None, is_too_large, LaunchError, "rank 1 could not be started: .*Argument list too long"),
+    ],
+)
+def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope, retry_if, env, error, text):
     events, policy = [], RestartPolicy(scope=scope, retry_if=retry_if)
-    with pytest.raises(error, match="in retry_if"):
-        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=policy, on_event=events.append)
-    assert (events[-1].name, events[-1].state) == ("run_ended", state)
-    assert "in retry_if" in events[-1].reason
-
-
-@pytest.mark.parametrize(
-    ("scope", "error", "text"),
-    [("worker", LookupError, "no room"), ("group", LaunchError, "rank 1 could not be started: .*Argument list too long")],
-)
-def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope, error, text):
-    def env(worker):
-        if (worker.restart_count, worker.rank) != (1, 1):
-            return {}
-        if error is LookupError:
-            raise LookupError("no room")
-        return {"LARGE": "x" * (1 << 20)}
-
-    events, policy = [], RestartPolicy(scope=scope)
     with pytest.raises(error, match=text) as caught:
         mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=policy, env=env, on_event=events.append)
     (note,) = caught.value.__notes__
