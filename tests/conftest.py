@@ -26,7 +26,6 @@ with suppress(ImportError):  # some environments of tox have no hypothesis
     settings.load_profile("mpwatch")
 
 SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
-    "documentation/test_pictures.py",
     "engines/test_ray.py",
     "notebooks/test_cells.py",
     "notebooks/test_example.py",

@@ -70,10 +70,6 @@ class Block:
         return status == self.status and is_match(printed, output, title)
 
 
-class UnexpectedOutputError(AssertionError):
-    """A program did not print what its page shows."""
-
-
 def read_blocks(document):
     """Return the blocks of a page, each program with its output."""
     setups = [(found.end(), found[1]) for found in SETUP.finditer(document.text)]
@@ -112,7 +108,7 @@ def check_program(example):
         printed, status = run_block(block, example.path)
         if not block.is_expected(printed, status):
             expected = block.output.source if block.output else ""
-            raise UnexpectedOutputError(
+            raise AssertionError(
                 f"exit status {status}, expected {block.status}; it printed:\n{printed}\nexpected:\n{expected}"
             )
 

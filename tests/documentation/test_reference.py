@@ -28,10 +28,6 @@ def read(name):
     return (REFERENCE / name).read_text()
 
 
-def entries():
-    return [name for path in REFERENCE.glob("*.md") for name in ENTRY.findall(path.read_text())]
-
-
 def exported_names(module):
     """The `__all__` of a module, without an import: Lightning and transformers may be missing."""
     path = ROOT.joinpath(*module.split("."))
@@ -45,7 +41,7 @@ def exported_names(module):
 
 
 def test_every_public_name_has_one_entry():
-    found = entries()
+    found = [name for path in REFERENCE.glob("*.md") for name in ENTRY.findall(path.read_text())]
     wanted = {f"mpwatch.{name}" for name in mpwatch.__all__} - {"mpwatch.__version__"}
     # An Event is exported by both modules.
     wanted |= {f"{module}.{name}" for module in PUBLIC_MODULES for name in exported_names(module)} - {"mpwatch.events.Event"}

@@ -16,28 +16,7 @@ from hypothesis import strategies as st
 
 import mpwatch
 from mpwatch import Collective, CollectiveState, FailureKind, Lateness, ProcessFailure, Progress, RunResult, WorkerState
-from mpwatch.events import (
-    CallStarted,
-    CollectivesRecorded,
-    Event,
-    HeartbeatLate,
-    JsonLines,
-    Progressed,
-    RendezvousCompleted,
-    Restarting,
-    RunEnded,
-    RunStarted,
-    SlowRank,
-    StateChanged,
-    Stopping,
-    WorkerExited,
-    WorkerFailed,
-    WorkerReady,
-    WorkerStarted,
-    WorkerStopped,
-    WorkerSucceeded,
-    write_chrome_trace,
-)
+from mpwatch import events as ev
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.timeline_svg import COLOURS, draw_timelines
 
@@ -52,7 +31,7 @@ def at(after, kind, ranks=BOTH, attempt=0, /, *, run_id="a1b2c3d4e5", **more):
 
 
 def change(after, before, state):
-    return at(after, StateChanged, before=WorkerState[before], after=WorkerState[state])
+    return at(after, ev.StateChanged, before=WorkerState[before], after=WorkerState[state])
 
 
 def failure(rank, kind=FailureKind.EXCEPTION, **more):
@@ -62,12 +41,12 @@ def failure(rank, kind=FailureKind.EXCEPTION, **more):
 
 def start(after, ranks=BOTH, attempt=0, run_id="a1b2c3d4e5"):
     """The ranks start, and are ready after 0.4 seconds."""
-    started = [at(after, WorkerStarted, (rank,), attempt, run_id=run_id, pid=100 + rank) for rank in ranks]
-    call = at(after, CallStarted, ranks, attempt, run_id=run_id)
-    return [*started, call, *(at(after + 0.4, WorkerReady, (rank,), attempt, run_id=run_id) for rank in ranks)]
+    started = [at(after, ev.WorkerStarted, (rank,), attempt, run_id=run_id, pid=100 + rank) for rank in ranks]
+    call = at(after, ev.CallStarted, ranks, attempt, run_id=run_id)
+    return [*started, call, *(at(after + 0.4, ev.WorkerReady, (rank,), attempt, run_id=run_id) for rank in ranks)]
 
 
-RUN_STARTED = at(0.0, RunStarted, fn="train", role="default", nprocs=2, max_restarts=1, hostname="here")
+RUN_STARTED = at(0.0, ev.RunStarted, fn="train", role="default", nprocs=2, max_restarts=1, hostname="here")
 STARTED = [RUN_STARTED, *start(0.1)]
 # rank 1 fails once; after the restart both ranks succeed
 RESTARTED = [
@@ -75,20 +54,20 @@ RESTARTED = [
     change(0.0, "UNKNOWN", "INIT"),
     *start(0.1),
     change(0.5, "INIT", "HEALTHY"),
-    at(1.2, HeartbeatLate, (0,), silent_seconds=5.0, heartbeat_timeout=10.0),
+    at(1.2, ev.HeartbeatLate, (0,), silent_seconds=5.0, heartbeat_timeout=10.0),
     change(1.5, "HEALTHY", "UNHEALTHY"),
-    at(1.6, WorkerExited, (1,), pid=101, exit_code=1, heartbeat_at=START + 1.4),
-    at(2.0, WorkerExited, (0,), pid=100, exit_code=-15, was_stopped=True),
-    at(1.5, WorkerFailed, (1,), failure=failure(1), is_root_cause=True),
-    at(2.0, WorkerStopped, (0,)),
-    at(2.0, Restarting, cause=failure(1), delay=1.0, restarts_left=0),
+    at(1.6, ev.WorkerExited, (1,), pid=101, exit_code=1, heartbeat_at=START + 1.4),
+    at(2.0, ev.WorkerExited, (0,), pid=100, exit_code=-15, was_stopped=True),
+    at(1.5, ev.WorkerFailed, (1,), failure=failure(1), is_root_cause=True),
+    at(2.0, ev.WorkerStopped, (0,)),
+    at(2.0, ev.Restarting, cause=failure(1), delay=1.0, restarts_left=0),
     change(3.0, "UNHEALTHY", "INIT"),
     *start(3.0, attempt=1),
     change(3.4, "INIT", "HEALTHY"),
-    *(at(4.5, WorkerSucceeded, (rank,), 1) for rank in BOTH),
-    *(at(4.6, WorkerExited, (rank,), 1, pid=100 + rank, exit_code=0) for rank in BOTH),
+    *(at(4.5, ev.WorkerSucceeded, (rank,), 1) for rank in BOTH),
+    *(at(4.6, ev.WorkerExited, (rank,), 1, pid=100 + rank, exit_code=0) for rank in BOTH),
     change(4.6, "HEALTHY", "SUCCEEDED"),
-    at(4.7, RunEnded, state=WorkerState.SUCCEEDED, elapsed=4.7, restarts=1, reason=""),
+    at(4.7, ev.RunEnded, state=WorkerState.SUCCEEDED, elapsed=4.7, restarts=1, reason=""),
 ]
 
 
@@ -98,7 +77,7 @@ def complete_rendezvous(after, attempt, group_rank, nodes):
     role = {"role_rank": 2 * group_rank, "role_world_size": 2 * nodes}
     ranks, store = (2 * group_rank, 2 * group_rank + 1), {"master_addr": "10.0.0.1", "master_port": 4711}
     return [
-        at(after, RendezvousCompleted, ranks, attempt, job="job", **position, **role, **store),
+        at(after, ev.RendezvousCompleted, ranks, attempt, job="job", **position, **role, **store),
         *start(after, ranks, attempt),
     ]
 
@@ -107,13 +86,13 @@ def complete_rendezvous(after, attempt, group_rank, nodes):
 MOVED = [
     replace(RUN_STARTED, ranks=()),
     *complete_rendezvous(0.0, 0, 2, 3),
-    *(at(1.4, WorkerStopped, (rank,)) for rank in (4, 5)),
-    at(1.5, Restarting, (4, 5), cause=failure(0), delay=0.0, restarts_left=1),
+    *(at(1.4, ev.WorkerStopped, (rank,)) for rank in (4, 5)),
+    at(1.5, ev.Restarting, (4, 5), cause=failure(0), delay=0.0, restarts_left=1),
     *complete_rendezvous(2.0, 1, 1, 2),
-    *(at(3.4, WorkerStopped, (rank,), 1) for rank in (2, 3)),
-    at(3.5, Restarting, (2, 3), 1, cause=None, delay=0.0, restarts_left=1, reason="other nodes", is_counted=False),
+    *(at(3.4, ev.WorkerStopped, (rank,), 1) for rank in (2, 3)),
+    at(3.5, ev.Restarting, (2, 3), 1, cause=None, delay=0.0, restarts_left=1, reason="other nodes", is_counted=False),
     *complete_rendezvous(4.0, 2, 1, 3),
-    *(at(5.0, WorkerSucceeded, (rank,), 2) for rank in (2, 3)),
+    *(at(5.0, ev.WorkerSucceeded, (rank,), 2) for rank in (2, 3)),
 ]
 
 
@@ -130,7 +109,7 @@ def parse_strictly(text):
 
 
 def test_an_event_as_json_data():
-    (event,) = (event for event in RESTARTED if isinstance(event, WorkerFailed))
+    (event,) = (event for event in RESTARTED if isinstance(event, ev.WorkerFailed))
     data = event.to_dict()
     sent_failure = data.pop("failure")
     at = {"time": event.time, "monotonic": event.monotonic}
@@ -158,7 +137,7 @@ class Pair:
 
 def with_metric(value):
     progress = Progress(step=1, total=None, metrics={"value": value}, elapsed=0.0)
-    return at(0.0, WorkerExited, run_id=NOT_UTF8, pid=1, exit_code=0, progress=progress)
+    return at(0.0, ev.WorkerExited, run_id=NOT_UTF8, pid=1, exit_code=0, progress=progress)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +199,8 @@ def test_the_progress_of_a_run_is_logged_at_info(caplog):
 
 def test_a_log_record_is_one_line_that_can_be_encoded(caplog):
     cause = failure(0, FailureKind.EXIT, evidence=f"one\ntwo {NOT_UTF8}")
-    event = at(0.0, Restarting, (0,), run_id=NOT_UTF8, cause=cause, delay=0.0, restarts_left=2)
-    (line,) = log_events(caplog, logging.INFO, [event, at(0.0, Event)])  # the second one is of a later version
+    event = at(0.0, ev.Restarting, (0,), run_id=NOT_UTF8, cause=cause, delay=0.0, restarts_left=2)
+    (line,) = log_events(caplog, logging.INFO, [event, at(0.0, ev.Event)])  # the second one is of a later version
     assert line.startswith("run caf\\udce: restarting rank 0 (restart 1, 2 left): rank 0 ended with exit code 1 ")
     assert line.endswith(" (one two caf\\udce9)")
 
@@ -233,7 +212,7 @@ def test_each_event_is_a_line_whatever_its_text(tmp_path):
     path = tmp_path / "events.jsonl"
     text = f"größer\n\r\x0b\x1c\x85\u2028\u2029\x00 {NOT_UTF8}"
     for _ in range(2):
-        JsonLines(path)(replace(RUN_STARTED, fn=text))
+        ev.JsonLines(path)(replace(RUN_STARTED, fn=text))
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2
     assert parse_strictly(lines[1])["fn"] == text.replace("\udce9", "\\udce9")
@@ -243,7 +222,7 @@ def test_several_processes_append_to_one_file(tmp_path, barrier):
     path = tmp_path / "events.jsonl"
 
     def append_many(barrier):
-        observe = JsonLines(path)
+        observe = ev.JsonLines(path)
         event = replace(RUN_STARTED, run_id=str(mpwatch.current_worker().rank), fn="f" * 5000)
         barrier.wait()
         for _ in range(200):
@@ -256,9 +235,9 @@ def test_several_processes_append_to_one_file(tmp_path, barrier):
 
 def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        JsonLines(tmp_path / "nowhere" / "events.jsonl")
+        ev.JsonLines(tmp_path / "nowhere" / "events.jsonl")
     with pytest.raises(IsADirectoryError):
-        JsonLines(tmp_path)
+        ev.JsonLines(tmp_path)
 
 
 # --- the trace
@@ -266,7 +245,7 @@ def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):
 
 def write_trace(tmp_path, events):
     path = tmp_path / "trace.json"
-    write_chrome_trace(events, path)
+    ev.write_chrome_trace(events, path)
     return parse_strictly(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
@@ -319,8 +298,8 @@ def test_the_trace_has_a_process_for_each_run_and_a_lane_with_the_attempts_and_c
 
 def test_the_call_of_a_hanging_rank_lasts_until_it_is_stopped(tmp_path):
     """The failure itself is drawn at the last heartbeat."""
-    exited = at(9.0, WorkerExited, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
-    hung = at(1.0, WorkerFailed, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
+    exited = at(9.0, ev.WorkerExited, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    hung = at(1.0, ev.WorkerFailed, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
     lines = write_trace(tmp_path, [*STARTED, exited, hung])
     assert ("train", 500_000, 9_000_000) in find_spans(lines, 3)
     assert ("rank 1: hung: still at work (the root cause)", 1_000_000) in find_marks(lines, 3)
@@ -339,7 +318,7 @@ WAITING = Collective(name="all_reduce", sequence=2, state=CollectiveState.WAITIN
 
 
 def test_the_collectives_of_a_rank_are_at_the_mark_of_their_recording(tmp_path):
-    events = [*STARTED, at(2.0, CollectivesRecorded, (0,), collectives=(COLLECTIVE, WAITING))]
+    events = [*STARTED, at(2.0, ev.CollectivesRecorded, (0,), collectives=(COLLECTIVE, WAITING))]
     (mark,) = (line for line in write_trace(tmp_path, events) if line.get("cat") == "collectives_recorded")
     assert (mark["tid"], mark["ts"]) == (2, 2_000_000)
     assert [(call["name"], call["place"]) for call in mark["args"]["collectives"]] == [
@@ -352,10 +331,10 @@ LATENESS = Lateness(rank=0, share=0.42)
 SOME_EVENTS = [
     *RESTARTED,
     *MOVED,
-    at(0.0, CollectivesRecorded, collectives=(COLLECTIVE, WAITING)),
-    at(0.0, Progressed, step=3, total=None, metrics={"loss": math.inf}),
-    at(0.0, SlowRank, lateness=LATENESS),
-    at(0.0, Stopping, stop_cause="SIGUSR1", after_step=None),
+    at(0.0, ev.CollectivesRecorded, collectives=(COLLECTIVE, WAITING)),
+    at(0.0, ev.Progressed, step=3, total=None, metrics={"loss": math.inf}),
+    at(0.0, ev.SlowRank, lateness=LATENESS),
+    at(0.0, ev.Stopping, stop_cause="SIGUSR1", after_step=None),
 ]
 SECONDS = st.floats(0, 100, allow_nan=False)
 
@@ -369,7 +348,7 @@ def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
 
 
 def test_the_events_to_draw_are_of_all_types():
-    assert {type(event) for event in SOME_EVENTS} == set(Event.__subclasses__())
+    assert {type(event) for event in SOME_EVENTS} == set(ev.Event.__subclasses__())
 
 
 def test_a_result_writes_the_trace_of_its_events(tmp_path):
@@ -378,7 +357,7 @@ def test_a_result_writes_the_trace_of_its_events(tmp_path):
         replace(result, events=()).to_chrome_trace(path)
     assert not os.listdir(tmp_path)
     result.to_chrome_trace(path)
-    write_chrome_trace(iter(RESTARTED), tmp_path / "again.json")
+    ev.write_chrome_trace(iter(RESTARTED), tmp_path / "again.json")
     assert path.read_bytes() == (tmp_path / "again.json").read_bytes()
 
 
@@ -420,7 +399,7 @@ def test_the_picture_of_a_restarted_run():
 def test_of_many_ranks_those_that_failed_are_drawn():
     events = [replace(RUN_STARTED, ranks=tuple(range(100))), *start(0.1, tuple(range(100)))]
     for rank, summary in ((90, "<escaped>"), (95, "boom")):
-        events.append(at(1.5, WorkerFailed, (rank,), failure=failure(rank, summary=summary), is_root_cause=rank == 95))
+        events.append(at(1.5, ev.WorkerFailed, (rank,), failure=failure(rank, summary=summary), is_root_cause=rank == 95))
     *drawn, hidden, _ = rows(events)
     assert [row[0] for row in drawn] == [f"rank {rank}" for rank in [*range(30), 90, 95]]
     assert hidden == ["68 more ranks are not drawn"]

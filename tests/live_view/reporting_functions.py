@@ -1,15 +1,11 @@
-"""Functions for ranks in tests of the live view. A light module: every rank imports it."""
+"""Functions for ranks in tests of the live view, and a program that calls them. A light module: every rank imports it."""
 
 import os
-import signal
 import time
 from contextlib import contextmanager
 
 import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.failing import is_killed, rank, wait_to_be_stopped
 
 
 def report_steps(total):
@@ -21,15 +17,14 @@ def report_and_raise():
     mpwatch.report(step=1)
     if rank() == 1:
         raise ValueError("seen")
-    while True:
-        signal.pause()
+    wait_to_be_stopped()
 
 
 def report_and_die_once():
     attempt = mpwatch.current_worker().restart_count
     mpwatch.report(step=5 + attempt)
     if not attempt:
-        os.kill(os.getpid(), signal.SIGKILL)
+        is_killed()
 
 
 def print_and_report(fifo, width):
@@ -71,3 +66,8 @@ def has_writer(fd):
         return bool(os.read(fd, 1))
     except BlockingIOError:
         return True
+
+
+def main(function, args, options):
+    print("before")
+    print("after", *mpwatch.run(globals()[function], 2, args=args, grace_period=5, **options))

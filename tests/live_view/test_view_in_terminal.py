@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("pyte")
 pytest.importorskip("rich")
 
-from support.programs import ENV, TESTS
+from live_view.reporting_functions import main
+from support.programs import ENV, TESTS, command
 from support.screens import Program
 
-PROGRAM = str(TESTS / "live_view" / "view_program.py")
 JOB_SHELL = str(TESTS / "support" / "job_shell.py")
 
 
@@ -26,9 +26,9 @@ def fifo(tmp_path):
         yield file
 
 
-def start_program(*args, env=None, **size):
+def start_program(function, *args, env=None, columns=100, rows=30, **options):
     env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"} | (env or {})
-    return Program(PROGRAM, *map(str, args), env=env, **size)
+    return Program(*command(main, function, args, options), env=env, columns=columns, rows=rows)
 
 
 def text_rows(program):
@@ -37,7 +37,7 @@ def text_rows(program):
 
 
 def test_printed_lines_are_whole_and_not_mixed_with_the_view(fifo):
-    with start_program("print_and_report", 2, fifo.path, 100, "progress=True", columns=110, rows=20) as program:
+    with start_program("print_and_report", fifo.path, 100, progress=True, columns=110, rows=20) as program:
         seen = set()
 
         def has_enough_drawings(rows):
@@ -67,7 +67,7 @@ def shows_step(step):
 
 
 def test_a_run_in_a_terminal_that_changes_its_size(fifo):
-    with start_program("report_and_wait_for_fifo", 2, fifo.path, 3, "progress=True") as program:
+    with start_program("report_and_wait_for_fifo", fifo.path, 3, progress=True) as program:
         assert program.read_until(shows_step(3))
         first, *others = program.emulator.rows()[:-4]
         assert (first, any(others)) == ("before", False)
@@ -86,7 +86,7 @@ def test_a_run_in_a_terminal_that_changes_its_size(fifo):
 
 
 def test_by_default_the_view_appears_when_a_rank_reports(fifo):
-    with start_program("report_and_wait_for_fifo", 2, fifo.path, 5) as program:
+    with start_program("report_and_wait_for_fifo", fifo.path, 5) as program:
         assert program.read_until(shows_step(5))
         program.type(b"\x03")
         assert program.end() == -signal.SIGINT
@@ -105,7 +105,8 @@ def test_the_terminal_is_free_while_the_program_is_suspended_or_in_the_backgroun
     def is_drawn(rows):
         return "step" in rows[-4] and "running" in rows[-1]
 
-    with Program(JOB_SHELL, PROGRAM, "print_and_report", "2", fifo.path, "20", "progress=True", env=ENV) as program:
+    arguments = command(main, "print_and_report", (fifo.path, 20), {"progress": True})
+    with Program(JOB_SHELL, *arguments, env=ENV) as program:
         for times in (1, 2, 3):
             assert program.read_until(is_drawn)
             program.type(b"\x1a")
@@ -126,7 +127,7 @@ def test_the_terminal_is_free_while_the_program_is_suspended_or_in_the_backgroun
 
 
 def test_no_view_with_progress_false():
-    with start_program("report_and_wait_for_fifo", 2, "/dev/null", 5, "progress=False") as program:
+    with start_program("report_and_wait_for_fifo", "/dev/null", 5, progress=False) as program:
         assert program.end() == 0
         assert text_rows(program) == ["before", "after None None"]
 
@@ -134,7 +135,7 @@ def test_no_view_with_progress_false():
 def test_a_terminal_where_rich_is_not_installed(fifo, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['rich'] = sys.modules['rich.console'] = None")
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
-    with start_program("report_and_wait_for_fifo", 2, fifo.path, 5, env=path) as program:
+    with start_program("report_and_wait_for_fifo", fifo.path, 5, env=path) as program:
         assert program.read_until(lambda rows: rows[1].startswith("mpwatch: step 5 of 8"))
         fifo.close()
         assert program.end() == 0

@@ -34,19 +34,6 @@ def text_of(result):
     return str(RunFailedError(result)).splitlines()
 
 
-def test_a_failure_says_what_happened():
-    killed, exited = failure(0, FailureKind.SIGNAL, signal=9, exit_code=137), failure(1, elapsed=0.0)
-    text = "was killed by SIGKILL (not sent by mpwatch: the out-of-memory killer, or somebody's kill -9)"
-    assert [str(killed), str(exited)] == [f"rank 0: {text}", "rank 1: ended with exit code 3 and no result"]
-    assert text_of(failed_result(killed, exited)) == [f"rank 0 {text}", "  rank 1: ended with exit code 3 and no result"]
-
-
-@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([5, 9, 2, 1, 3], "ranks 1-3, 5, 9")])
-def test_ranks_with_the_same_fate_share_a_line(ranks, text):
-    result = failed_result(failure(0), states=dict.fromkeys(ranks, STOPPED))
-    assert text_of(result)[1:] == [f"  {text}: stopped by the watcher"]
-
-
 EVIDENCE = "its program sent no sign of life for 15 s (node_timeout)"
 LOSS = {"group_rank": 1, "node_ranks": (2, 3), "hostname": "gpu7", "kind": FailureKind.LOST, "evidence": EVIDENCE}
 LOST_RANKS = [replace(failure(rank), **LOSS) for rank in (2, 3)]

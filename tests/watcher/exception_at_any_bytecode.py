@@ -2,8 +2,7 @@
 
     python exception_at_any_bytecode.py WHAT FIRST STRIDE
 
-WHAT is `run` (one run), `restart` (a run whose rank fails once), `submit` (a run in a thread), or `group` (create a group,
-call it in all ways, close it).
+WHAT is `run` (one run), `submit` (a run in a thread), or `group` (create a group, call it in all ways, close it).
 
 The exception is raised only in the caller's thread, and only where Python itself calls signal handlers: at the begin of a
 function, after a call, and when a loop goes back. Bytecodes without a line are left out: CPython never releases the frame if a
@@ -87,16 +86,6 @@ def run():
     mpwatch.run(functions.rank, 1)
 
 
-def fail_once():
-    if not mpwatch.current_worker().restart_count:
-        raise ValueError
-
-
-def restart():
-    policy = mpwatch.RestartPolicy(1, retry_if=lambda failure: True)
-    mpwatch.run(fail_once, 1, max_restarts=policy, env=lambda worker: {}, on_event=id)
-
-
 def submit():
     with mpwatch.submit(functions.rank, 1) as handle:
         handle.result()
@@ -156,7 +145,7 @@ def main(what, first, stride):
     for at in range(first, counter.count, stride):
         where = throw_at(what, at)
         thrown += where is not None
-        after = settle(before, 0 if what in (run, restart) else 10)  # a run has left nothing when it raises
+        after = settle(before, 0 if what is run else 10)  # a run has left nothing when it raises
         for name in before:
             if before[name] != after[name]:
                 print(f"place {at}, {where}: {name}: {difference(before[name], after[name])}")
@@ -165,4 +154,4 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    main({"run": run, "restart": restart, "submit": submit, "group": call_group}[sys.argv[1]], *map(int, sys.argv[2:]))
+    main({"run": run, "submit": submit, "group": call_group}[sys.argv[1]], *map(int, sys.argv[2:]))

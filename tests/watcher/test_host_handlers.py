@@ -12,7 +12,7 @@ import pytest
 
 import mpwatch
 from support import failing, functions
-from support.process_state import SPAWN, state
+from support.process_state import state
 from support.programs import call, in_own_process
 
 
@@ -49,16 +49,6 @@ def test_an_exception_of_a_handler_in_an_observer_is_not_taken_for_the_observer_
     signals = [signal.SIGUSR1]
     with pytest.raises(UrgentError):
         mpwatch.run(failing.wait_to_be_stopped, 2, on_event=lambda _: signals and signal.raise_signal(signals.pop()))
-
-
-@in_own_process
-def test_a_handler_that_does_not_raise_does_not_disturb_the_run():
-    event, threads = SPAWN.Event(), []
-    signal.signal(signal.SIGUSR1, lambda *_: threads.append(threading.current_thread()) or event.set())
-    assert list(mpwatch.run(lambda event: os.kill(os.getppid(), signal.SIGUSR1) or event.wait(60), 1, args=(event,))) == [
-        True
-    ]
-    assert threads == [threading.main_thread()]
 
 
 @in_own_process

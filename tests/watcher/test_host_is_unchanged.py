@@ -8,19 +8,21 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from multiprocessing import reduction
+from functools import partial
+from multiprocessing import reduction, resource_tracker
 
 import pytest
 
 import mpwatch
 from support import failing, functions
 from support.process_state import SPAWN, difference, state
-from support.programs import command, python
+from support.programs import command, in_own_process, python
 
 
 def everything():
@@ -95,37 +97,28 @@ def do_run(error, fn, options):
         mpwatch.run(fn, **{"nprocs": 2, **options})
 
 
-@pytest.fixture
-def _unusual_settings(tmp_path, monkeypatch):
-    reader, writer = os.pipe()
+def make_unusual_settings():
+    resource_tracker.ensure_running()  # it lives until the program ends
+    _, writer = os.pipe()
     os.set_blocking(writer, False)
-    wakeup = signal.set_wakeup_fd(writer)
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    numbers = signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM
-    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-    mask = os.umask(0o027)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGALRM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    os.umask(0o027)
     signal.setitimer(signal.ITIMER_REAL, 3600, 3600)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
-    monkeypatch.setenv("RANK", "7")
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    os.umask(mask)
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    signal.set_wakeup_fd(wakeup)
-    os.close(reader)
-    os.close(writer)
+    os.chdir(tempfile.gettempdir())
+    os.environ["RANK"] = "7"
+    sys.excepthook = partial(sys.__excepthook__)
+    threading.excepthook = partial(threading.__excepthook__)
 
 
-@pytest.mark.usefixtures("_unusual_settings")
 @pytest.mark.parametrize("name", OUTCOMES)
+@in_own_process
 def test_a_run_leaves_the_host_unchanged(name):
     """Also off the main thread, where Python delivers no signals."""
+    make_unusual_settings()
+    mpwatch.run(functions.rank, 1)  # modules that it imports change copyreg
     before = everything()
     do_run(*OUTCOMES[name])
     if OUTCOMES[name][1] is not failing.interrupts_its_watcher:
@@ -133,7 +126,8 @@ def test_a_run_leaves_the_host_unchanged(name):
             threads.submit(do_run, *OUTCOMES[name]).result()
     after = everything()
     timers = zip(before.pop("timers"), after.pop("timers"), strict=True)
-    assert not {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
+    changed = {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed, changed
     assert all(now == (pytest.approx(left, abs=60), interval) for (left, interval), now in timers)
 
 

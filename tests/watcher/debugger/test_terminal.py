@@ -38,36 +38,26 @@ def test_one_rank_is_debugged_and_the_run_succeeds():
     assert rows[-2:] == ["values: [2, 2]", "children that are left: []"]
 
 
-def test_ranks_stop_one_after_another():
-    with debugged("loop") as program:
-        first = program.wait_for_prompt()
-        program.wait_for_ranks("ranks 0-1")
-        other = {"(rank 0) (Pdb)": "1", "(rank 1) (Pdb)": "0"}[first]
-        assert program.ask(f"rank {other}")[-1] == f"(rank {other}) (Pdb)"
-        assert program.ask("p rank()")[0] == other
-        assert program.ask("all p rank()") == ["rank 0: 0", "rank 1: 1", f"(rank {other}) (Pdb)"]
-        (place, _) = program.ask("ranks")
-        assert place.startswith("ranks 0-1: at a prompt (debugged_program.py:")
-        assert program.ask("rank 7")[0] == "there is no rank 7 here, only ranks 0-1"
-        assert any({"all", "rank", "ranks"} <= set(row.split()) for row in program.ask("help"))
-        assert program.ask("help rank")[0].startswith("rank N: ")
-        assert program.ask("c")[-1] == first
-        assert "values: [2, 2]" in program.finish("c")
-
-
-def test_a_rank_that_waits_has_a_stack_and_no_prompt():
+def test_the_user_goes_from_rank_to_rank():
     with debugged("wait_for_stopped_ranks", [0, 1], nprocs=3) as program:
-        program.wait_for_prompt()
+        first = program.wait_for_prompt()
         program.wait_for_ranks("ranks 0-1")
         while not (rows := program.ask("rank 2"))[1].startswith("rank 2: in wait (debugged_program.py:"):
             pass
         assert rows[0] == "rank 2 is not at a prompt"
         assert any(row.endswith(" in wait_for_peer") for row in rows)
+        assert program.ask("rank 7")[0] == "there is no rank 7 here, only ranks 0-2"
+        other = {"(rank 0) (Pdb)": "1", "(rank 1) (Pdb)": "0"}[first]
+        assert program.ask(f"rank {other}")[-1] == f"(rank {other}) (Pdb)"
+        assert program.ask("p rank()")[0] == other
         assert program.ask("all p rank()")[:-1] == ["rank 0: 0", "rank 1: 1", "not at a prompt: rank 2"]
-        program.ask("rank 1")
+        assert any({"all", "rank", "ranks"} <= set(row.split()) for row in program.ask("help"))
+        assert program.ask("help rank")[0].startswith("rank N: ")
         row, *_, prompt = program.ask("c")
-        assert re.match(r"rank 1 is still in wait \(debugged_program.py:.*; now at rank 0: debugged_program.py:", row), row
-        assert prompt == "(rank 0) (Pdb)"
+        assert re.match(
+            rf"rank {other} is still in wait \(debugged_program.py:.*; now at {first[1:7]}: debugged_program", row
+        ), row
+        assert prompt == first
         program.finish("q")
 
 
@@ -156,18 +146,13 @@ def test_a_post_mortem_prompt_shows_the_variables_where_the_rank_raised():
 NO_PROMPT = "can open no prompt: the program that started the run has neither a terminal on stdin nor a notebook"
 
 
-def test_without_a_terminal_the_error_says_so(monkeypatch):
+def test_without_a_terminal_the_error_or_a_warning_says_so(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stdin", None)
-    error = failed(debugged_program.stop_once, nprocs=1)
-    error = error.__cause__
+    error = failed(debugged_program.stop_once, nprocs=1).__cause__
     assert str(error).startswith(f"breakpoint() {NO_PROMPT}")
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in str(error)
     assert traceback.extract_tb(error.__traceback__)[0].name == "stop_once"
     assert list(mpwatch.run(debugged_program.stop_once, nprocs=1, env={"PYTHONBREAKPOINT": "0"})) == [1]
-
-
-def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect(monkeypatch, caplog):
-    monkeypatch.setattr(sys, "stdin", None)
     mpwatch.run(debugged_program.raise_in_one, 2, args=([0, 1],), debug="post_mortem", check=False)
     (text,) = caplog.messages
     assert text.startswith(f"debug='post_mortem' {NO_PROMPT}")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 
 import mpwatch
@@ -41,7 +40,3 @@ def main(kind, path):
     signal.signal(signal.SIGQUIT, handler)
     print(f"values: {list(mpwatch.run(wait_and_say, 2, args=(path,), progress=False))}")
     print(f"handler: {signal.getsignal(signal.SIGQUIT) is handler}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -53,37 +53,27 @@ def run_with_a_restart(on_event, **options):
     return mpwatch.run(fails, 2, args=(1, barriers), max_restarts=1, on_event=on_event, **options)
 
 
-def test_a_success():
+def test_a_restart():
     """The observers are called in the caller's thread, one after another."""
     called, here = [], threading.current_thread()
-    observers = [lambda event, n=n: called.append((n, event, threading.current_thread())) for n in range(2)]
-    result = mpwatch.run(fails, 2, args=(0, [SPAWN.Barrier(2)]), on_event=observers)
+    result = run_with_a_restart([lambda event, n=n: called.append((n, event, threading.current_thread())) for n in range(2)])
     seen = result.events
     assert called == [(n, event, here) for event in seen for n in range(2)]
-    assert names_of(seen) == [*START, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
+    assert names_of(seen) == EVENTS_OF_A_RESTART
     first, last = seen[0], seen[-1]
     assert isinstance(first, RunStarted)
-    assert (first.fn, first.role, first.nprocs, first.max_restarts) == ("fails", "default", 2, 0)
+    assert (first.fn, first.role, first.nprocs, first.max_restarts) == ("fails", "default", 2, 1)
     assert isinstance(last, RunEnded)
-    assert (last.state, last.restarts, last.reason) == (WorkerState.SUCCEEDED, 0, "")
+    assert (last.state, last.restarts, last.reason) == (WorkerState.SUCCEEDED, 1, "")
     assert {event.run_id for event in seen} == {result.workers[0].run_id}
-    assert {event.attempt for event in seen} == {0}
     assert last.elapsed == pytest.approx(last.monotonic - first.monotonic, abs=0.01)
     offsets = [event.time - event.monotonic for event in seen]
     assert max(offsets) - min(offsets) < 1e-3
-
-
-def test_a_restart():
-    seen = []
-    result = run_with_a_restart(seen.append)
-    assert tuple(seen) == result.events
-    assert names_of(seen) == EVENTS_OF_A_RESTART
     (restarting,) = of_kind(Restarting, seen)
     assert (restarting.ranks, restarting.attempt, restarting.delay, restarting.restarts_left) == ((0, 1), 0, 0.0, 0)
     (failed,) = of_kind(WorkerFailed, seen)
     assert restarting.cause is failed.failure is result.attempts[0].root_cause
     assert (failed.ranks, failed.attempt, failed.is_root_cause) == ((1,), 0, True)
-    assert (seen[-1].restarts, seen[-1].state) == (1, WorkerState.SUCCEEDED)
     at = seen.index(restarting)
     assert {event.attempt for event in seen[: at + 1]} == {0}
     assert {event.attempt for event in seen[at + 1 : -1]} == {1}
@@ -200,18 +190,12 @@ def test_the_events_of_a_group():
     assert (seen[0].fn, seen[0].nprocs) == ("", 2)
 
 
-def report_steps(go_on):
-    for step in (1, 2, 3):
-        mpwatch.report(step=step, total=3, loss=step / 4)
-        assert go_on[step - 1].wait(60)
-
-
-def report_often():
-    for step in range(1000):
-        mpwatch.report(step=step)
-
-
 def test_on_progress_sees_each_report_while_the_ranks_run():
+    def report_steps(go_on):
+        for step in (1, 2, 3):
+            mpwatch.report(step=step, total=3, loss=step / 4)
+            assert go_on[step - 1].wait(60)
+
     go_on = [SPAWN.Event() for _ in range(3)]
     seen, others, threads = [], [], set()
 
@@ -231,6 +215,10 @@ def test_on_progress_sees_each_report_while_the_ranks_run():
 
 
 def test_the_last_report_of_a_short_call_is_not_lost():
+    def report_often():
+        for step in range(1000):
+            mpwatch.report(step=step)
+
     seen = []
     mpwatch.run(report_often, 2, on_progress=seen.append)
     steps = [event.step for event in seen]

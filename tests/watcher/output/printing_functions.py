@@ -9,13 +9,9 @@ import mpwatch
 from support.functions import rank
 
 
-def print_text(out="", err=""):
-    sys.stdout.write(out.format(rank()))
-    sys.stderr.write(err.format(rank()))
-
-
 def print_hello():
-    print_text("out {}\n", "err {}\n")
+    print("out", rank())
+    print("err", rank(), file=sys.stderr)
 
 
 def write_in_portions(data, size):
