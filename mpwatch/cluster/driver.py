@@ -88,28 +88,6 @@ class _Node:
         return make_lost_failures(LostNode(self.group_rank, self.hostname, self.ranks[0], len(self.ranks), reason))
 
 
-class QueueWait:
-    """One wait until the cluster starts the first node, which can take days in its queue. `timeout` is `queue_timeout`."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout, self._began_at = timeout, monotonic()
-        self.deadline = math.inf if timeout is None else self._began_at + timeout
-        self.report_at = self._began_at + FIRST_REPORT_SECONDS
-
-    def report(self, what: str) -> None:
-        """Log a warning, if one is due. `what` is such as "the cluster has 1 free node, but the job needs 2"."""
-        now = monotonic()
-        if now >= self.report_at:
-            waited = now - self._began_at
-            self.report_at = now + waited
-            limit = "without limit" if self._timeout is None else f"for up to {self._timeout:g} s"
-            text = "%s. The job has waited for %.0f s, and waits %s (queue_timeout)"
-            log_now(logging.WARNING, text, what, waited, limit)
-
-    def make_error(self, what: str) -> mpwatch.LaunchError:
-        return mpwatch.LaunchError(f"{what}. The job has waited for {self._timeout:g} s (queue_timeout)")
-
-
 class Driver:
     """Lives as long as the call of `run`. `interrupt` is the KeyboardInterrupt that has stopped the job."""
 
@@ -132,7 +110,8 @@ class Driver:
         self._progress_observers: list[Any] = [*spec.progress_observers]
         self._end_seconds = spec.grace_period + END_SECONDS
         self._queue_timeout = queue_timeout
-        self._queue_wait: QueueWait | None = None  # while no node has begun
+        self._queued_at = 0.0  # when the present wait for a first node has begun
+        self._report_at = math.inf  # when a warning says what this wait is for
         self._nodes: dict[int, _Node] = {}
         self._may_restart = spec.policy.max_restarts > 0
         self._round: RendezvousCompleted | None = None  # in which nodes have met last
@@ -151,7 +130,8 @@ class Driver:
         Raises LaunchError, and an error that a node has returned, unless Ctrl-C has stopped the job.
         """
         self._spec = node_spec
-        self._wait_for_room(self._begin_queue_wait())
+        self._begin_queue_wait()
+        self._wait_for_room()
         for _ in range(self._rendezvous.max_nodes):
             self._start_node()
         while not self._is_over():
@@ -164,17 +144,30 @@ class Driver:
                 self._stop_nodes()
         return self._make_result()
 
-    def _begin_queue_wait(self) -> QueueWait:
-        self._queue_wait = QueueWait(self._queue_timeout)
-        self._deadline = self._queue_wait.deadline
-        return self._queue_wait
+    def _begin_queue_wait(self) -> None:
+        """Begin to wait until the cluster starts a node, which can take days in its queue."""
+        self._queued_at = monotonic()
+        self._report_at = self._queued_at + FIRST_REPORT_SECONDS
+        self._deadline = math.inf if self._queue_timeout is None else self._queued_at + self._queue_timeout
 
-    def _wait_for_room(self, wait: QueueWait) -> None:
+    def _wait_for_room(self) -> None:
         while what := self._describe_wait():
-            if (left := wait.deadline - monotonic()) <= 0.0:
-                raise wait.make_error(what)
-            wait.report(what)
+            if (left := self._deadline - monotonic()) <= 0.0:
+                raise self._make_queue_error(what)
+            if monotonic() >= self._report_at:
+                self._report_queue(what)
             time.sleep(min(ROOM_PERIOD, left))
+
+    def _report_queue(self, what: str) -> None:
+        """Log a warning. `what` is such as "the cluster has 1 free node, but the job needs 2"."""
+        waited = monotonic() - self._queued_at
+        self._report_at = self._queued_at + 2 * waited
+        limit = "without limit" if self._queue_timeout is None else f"for up to {self._queue_timeout:g} s"
+        text = "%s. The job has waited for %.0f s, and waits %s (queue_timeout)"
+        log_now(logging.WARNING, text, what, waited, limit)
+
+    def _make_queue_error(self, what: str) -> mpwatch.LaunchError:
+        return mpwatch.LaunchError(f"{what}. The job has waited for {self._queue_timeout:g} s (queue_timeout)")
 
     def _describe_wait(self) -> str:
         describe = getattr(self._engine, "describe_wait", None)
@@ -185,15 +178,14 @@ class Driver:
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
     def _wait(self) -> None:
-        due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
-        seconds = min(due_at, self._view.next_update_at) - monotonic()
+        seconds = min(self._deadline, self._report_at, self._view.next_update_at) - monotonic()
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
             if monotonic() >= self._deadline:
                 self._handle_deadline()
-            elif self._queue_wait is not None:
-                self._queue_wait.report(self._describe_queue())
+            elif monotonic() >= self._report_at:
+                self._report_queue(self._describe_queue())
         else:
             self._handle(*message)
         self._view.update()
@@ -214,8 +206,7 @@ class Driver:
             self._not_restarted = f"no new node has begun within {self._queue_timeout:g} s (queue_timeout)"
             self._stop_nodes()
         else:
-            assert self._queue_wait is not None
-            raise self._queue_wait.make_error(self._describe_queue())
+            raise self._make_queue_error(self._describe_queue())
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
         if kind == "decided":
@@ -232,7 +223,7 @@ class Driver:
             elif self._has_outcome():
                 self._stop_node(node)  # it is too late for the job
             elif not self._is_stopping:
-                self._deadline, self._queue_wait = math.inf, None
+                self._deadline = self._report_at = math.inf
         elif kind == "closed":
             node.is_link_closed |= node.link is content
             if node.is_link_closed and not node.has_ended and not node.is_over:
@@ -313,7 +304,7 @@ class Driver:
         if self._is_ending():
             return
         self._start_node()
-        if self._queue_wait is None and not any(other.has_begun and not other.is_over for other in self._nodes.values()):
+        if self._report_at == math.inf and not any(other.has_begun and not other.is_over for other in self._nodes.values()):
             self._begin_queue_wait()
 
     def _handle_lost_job(self) -> None:
@@ -372,7 +363,7 @@ class Driver:
 
     def _stop_nodes(self) -> None:
         self._is_stopping = True
-        self._deadline, self._queue_wait = monotonic() + self._end_seconds, None
+        self._deadline, self._report_at = monotonic() + self._end_seconds, math.inf
         for node in self._nodes.values():
             self._stop_node(node)
 

@@ -17,7 +17,7 @@ from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.nodes.address import Endpoint
 from mpwatch.options.rendezvous import as_node_range
 from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
-from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
+from mpwatch.options.validation import check_flag, check_optional_seconds, refuse_unknown
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import format_report
 from mpwatch.watcher.pack_call import pack_spec
@@ -101,8 +101,7 @@ def run(
         stack.enter_context(closing(engine))
         check_nodes(nodes)
         check_flag("check", check)
-        if queue_timeout is not None:
-            check_seconds("queue_timeout", queue_timeout, at_least="more than 0")
+        check_optional_seconds("queue_timeout", queue_timeout)
         if "rendezvous" in options:
             raise TypeError("a job on a cluster has no option 'rendezvous': the engine makes it")
         refuse_unknown("run", options, JobOptions.__annotations__)

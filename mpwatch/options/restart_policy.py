@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from mpwatch.options.validation import check_count, check_fraction, check_function, check_seconds
+from mpwatch.options.validation import check_count, check_fraction, check_function, check_optional_seconds, check_seconds
 from mpwatch.results.failure import FailureKind, ProcessFailure
 
 # An error in the code would be raised again. After such an error ranks are restarted only if they had made progress.
@@ -59,8 +59,7 @@ class RestartPolicy:
         check_seconds("max_delay", self.max_delay, at_least="0 or more")
         check_fraction("jitter", self.jitter)
         _check_retry_if(self.retry_if)
-        if self.reset_after is not None:
-            check_seconds("reset_after", self.reset_after, at_least="more than 0")
+        check_optional_seconds("reset_after", self.reset_after)
         if self.max_no_progress is not None:
             limit = check_count("max_no_progress", self.max_no_progress, at_least=1)
             object.__setattr__(self, "max_no_progress", limit)
