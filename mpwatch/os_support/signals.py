@@ -11,7 +11,6 @@ import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from typing import Any
 
 change_mask = _signal.pthread_sigmask  # without the enums of `signal`
@@ -42,10 +41,6 @@ def set_handler(number: int, handler: Any) -> None:
 def get_handler(number: int) -> Any:
     """Return a function or a number such as SIG_DFL, or None if C code has set the handler."""
     return _signal.getsignal(number)
-
-
-def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    return {number: handler for number in signals if callable(handler := get_handler(number))}
 
 
 def die_with_writer(pipe: int) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import signal
 
-from mpwatch.os_support.signals import change_mask, get_handler, list_python_handlers, set_handler
+from mpwatch.os_support.signals import SIGNALS, change_mask, get_handler, set_handler
 from mpwatch.wire.shared_memory import RankSlot
 from mpwatch.worker.stack_dumps import StackWriter
 
@@ -38,7 +38,7 @@ class DeferredSignals:
 
     def defer(self) -> None:
         """If a signal gets a new handler afterwards, the next `defer` defers it, too."""
-        handlers = list_python_handlers()
+        handlers = {number: handler for number in SIGNALS if callable(handler := get_handler(number))}
         for always in (signal.SIGINT, signal.SIGTERM):
             if always not in handlers and (default := get_handler(always)) is not None:  # None: a handler in C
                 handlers[always] = default

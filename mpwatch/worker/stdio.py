@@ -19,7 +19,9 @@ _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output 
 
 def move_stderr(stderr_fd: int) -> bytes:
     """Make this descriptor the rank's stderr. Return what the interpreter has printed."""
-    printed = os.pread(STDERR, os.fstat(STDERR).st_size, 0)
+    printed = b""
+    with suppress(OSError):  # sitecustomize has made it another file
+        printed = os.pread(STDERR, os.fstat(STDERR).st_size, 0)
     os.dup2(stderr_fd, STDERR)
     os.close(stderr_fd)
     return printed
