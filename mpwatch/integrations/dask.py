@@ -122,7 +122,16 @@ class DaskEngine:
         """Such as "the Dask cluster has a suitable worker for 1 of 2 nodes of the job"; empty if it waits for none, and
         after the first `start`. Raises LaunchError if the scheduler does not answer.
         """
-        if self._futures or (count := self._count_places()) >= self._least:
+        if self._futures:
+            return ""
+        try:
+            count = len(self._ask(self._list_places, SYNC_SECONDS))
+        except OSError as error:
+            raise mpwatch.LaunchError(
+                f"the Dask scheduler at {self._scheduler} does not say which workers it has: {error}."
+                " Check that `client.nthreads()` answers, or make a new Client"
+            ) from error
+        if count >= self._least:
             return ""
         needs = f" with {self._resources}" if self._resources else ""
         return (
@@ -248,15 +257,6 @@ class DaskEngine:
         except TimeoutError:
             raise TimeoutError(f"no answer within {seconds:g} s") from None
         return answer
-
-    def _count_places(self) -> int:
-        try:
-            return len(self._ask(self._list_places, SYNC_SECONDS))
-        except OSError as error:
-            raise mpwatch.LaunchError(
-                f"the Dask scheduler at {self._scheduler} does not say which workers it has: {error}."
-                " Check that `client.nthreads()` answers, or make a new Client"
-            ) from error
 
 
 # --- In a Dask worker
