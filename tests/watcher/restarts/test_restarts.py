@@ -170,10 +170,16 @@ def test_failed_starts_are_restarted_with_retry_if():
 
 @pytest.mark.parametrize("scope", ["group", "worker"])
 def test_the_timeout_is_for_all_attempts_together(scope):
-    policy = RestartPolicy(9, scope=scope)
-    error = failed(attempt_functions.raises_once_then_waits, 1, timeout=3.0, max_restarts=policy)
+    def raise_late_and_then_wait():
+        if attempt_functions.attempt() == 0:
+            time.sleep(2.0)
+            raise ValueError("the first time")
+        failing.wait_to_be_stopped()
+
+    error = failed(raise_late_and_then_wait, 1, timeout=4.0, max_restarts=RestartPolicy(9, scope=scope))
     assert isinstance(error, mpwatch.RunTimeoutError)
-    assert str(error).startswith("the run did not end within timeout=3 s: rank 0 had not returned")
+    assert str(error).startswith("the run did not end within timeout=4 s: rank 0 had not returned")
+    assert 4.0 <= error.result.elapsed < 6.0
     assert (error.result.restarts, error.exit_code, error.root_cause) == (1, 124, None)
     assert "  restarted once" in str(error)
 
