@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from mpwatch.errors import RunFailedError, raise_if_failed
-from mpwatch.live_view.select import select_view
+from mpwatch.live_view.select import MakeView, select_view
 from mpwatch.options.backend import Backend
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.placement import Cpus, Placement
@@ -23,7 +23,6 @@ from mpwatch.options.validation import check_flag, refuse_unknown
 from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.host_check import check_host
-from mpwatch.watcher.observers.view_driver import MakeView
 from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.restarts.run_controller import run_single_node
 from mpwatch.watcher.running_calls import add_call

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
 from mpwatch.live_view.item_view import select_item_view
+from mpwatch.live_view.live import LiveView
 from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
@@ -40,7 +41,6 @@ from mpwatch.watcher.group_ranks import LOST_RANK
 from mpwatch.watcher.item_queue import ItemQueue, Task
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.view_driver import View, ViewDriver
 from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
@@ -252,7 +252,7 @@ class ItemMap:
 
     fn: Callable[[Any], Any]
     queue: ItemQueue
-    make_view: Callable[[Callable[[], tuple[int, int]]], View | None]
+    make_view: Callable[[Callable[[], tuple[int, int]]], LiveView | None]
     options: dict[str, Any]
     buffersize: int | None
     ordered: bool
@@ -266,7 +266,7 @@ class ItemMap:
     _dealt_at: float = 0.0  # CLOCK_MONOTONIC
     _group: WorkerGroup = field(init=False)
     _load_payload: Payload = field(init=False)  # the call of `load`
-    _bar: ViewDriver = field(init=False)
+    _bar: LiveView | None = None
 
     def run(self) -> Generator[Any, None, None]:
         """Yield the value or the ItemFailure of each item in order, or else with the item's index, as they arrive."""
@@ -281,8 +281,7 @@ class ItemMap:
         with ExitStack() as stack:
             self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self.fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self.options))
-            make_view = partial(self.make_view, lambda: (self._done_count, self._failed_count))
-            self._bar = ViewDriver(make_view, lambda show: show(()))
+            self._bar = self.make_view(lambda: (self._done_count, self._failed_count))
             stack.callback(self._close_bar, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             try:
@@ -303,7 +302,7 @@ class ItemMap:
                 raise
 
     def _close_bar(self, pid: int) -> None:
-        if os.getpid() == pid:  # not a fork that leaves the loop, too
+        if self._bar is not None and os.getpid() == pid:  # not a fork that leaves the loop, too
             self._bar.close(())
 
     def _deal(self) -> bool:
@@ -345,11 +344,12 @@ class ItemMap:
     def _receive(self) -> None:
         """Wait until a value arrives or a call ends, unless there are outcomes already."""
         self._group._check_process("map")
-        self._bar.update()
+        if self._bar is not None:
+            self._bar.update()
         if not self._outcomes:
             # Items that were due when the free ranks got theirs wait for a free rank.
             due_at = self.queue.due_at if self.queue.due_at > self._dealt_at else math.inf
-            deadline = min(due_at, self._bar.next_update_at)
+            deadline = due_at if self._bar is None else min(due_at, self._bar.next_update_at)
             calls = [feed.call for feed in self._feeds if feed.call is not None]
             has_news = lambda: any(call.values or call.has_ended() for call in calls)  # noqa: E731
             self._group._ranks.follow(calls, has_news, deadline)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.select import select_display
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.collective import Collective
 from mpwatch.results.model import Progress, RankStatus, WorkerState, make_progress
 from mpwatch.results.report import format_count
@@ -111,15 +112,18 @@ class Job:
 
     def view(self) -> None:
         """Show the live view here until the job ends, or until Ctrl-C, which ends the view only."""
-        view = LiveView(lambda: select_display(allow_lines=True), starts_at_once=True)
-        statuses: Sequence[RankStatus] = ()
+        view = LiveView(
+            lambda: select_display(allow_lines=True),
+            lambda show: show(self._ask_status().ranks),
+            starts_at_once=True,
+            first_period=0.0,
+        )
         try:
-            while view.period < math.inf:  # there is a place for it
-                statuses = self._ask_status().ranks
-                view.show(statuses)
-                time.sleep(min(view.period, MAX_PERIOD))
+            while view.next_update_at < math.inf:  # there is a place for it
+                view.update()
+                time.sleep(max(0.0, min(view.next_update_at - monotonic(), MAX_PERIOD)))
         except (KeyboardInterrupt, LookupError) as error:
-            view.close(statuses)
+            view.close(())
             sys.stderr.write(f"mpwatch: {error}\n" if isinstance(error, LookupError) else "")
         finally:
             view.close(())

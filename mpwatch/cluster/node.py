@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from typing import Any
 import mpwatch
 from mpwatch.api import make_handle
 from mpwatch.cluster.engine import NodeOutcome
+from mpwatch.live_view.live import Ask, Display, LiveView
 from mpwatch.nodes.address import Endpoint
 from mpwatch.nodes.frames import Framing
 from mpwatch.nodes.joining import RETRY_SECONDS
@@ -22,7 +23,6 @@ from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import LinkHello, encode_message
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.results.model import RankStatus
 from mpwatch.wire.pickling.pickler import pack_by_value
 
 CONNECT_TRIES, CONNECT_SECONDS = 20, 10.0
@@ -168,7 +168,14 @@ def _make_handle(spec: NodeSpec, link: _DriverLink) -> "mpwatch.RunHandle[Any]":
     if spec.stop_signals:
         run_spec = replace(run_spec, stop=replace(run_spec.stop_policy, signals=spec.stop_signals))
     period = spec.view_period
-    return make_handle(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
+
+    def make_view(ask: Ask) -> LiveView | None:
+        if period is None:
+            return None
+        show = lambda statuses, _: list(statuses)  # noqa: E731
+        return LiveView(lambda: _LinkDisplay(link, period), ask, show, starts_at_once=True, first_period=period)
+
+    return make_handle(run_spec, make_view, check=False)
 
 
 def _follow_driver(link: _DriverLink, handle: "mpwatch.RunHandle[Any]") -> None:
@@ -189,18 +196,11 @@ class _LinkStream:
         self._link.send("output", (self._stream, text))
 
 
-class _LinkView:
-    """A view that sends the statuses of the node's ranks to the driver. See View in watcher/observers/view_driver.py."""
+class _LinkDisplay(Display):
+    """Sends the statuses of the node's ranks to the driver."""
 
     def __init__(self, link: _DriverLink, period: float) -> None:
         self._link, self.period = link, period
 
-    def show(self, statuses: Sequence[RankStatus]) -> None:
-        self._link.send("statuses", list(statuses))
-
-    def pause(self) -> None:
-        pass
-
-    def close(self, statuses: Sequence[RankStatus]) -> None:
-        if statuses:
-            self.show(statuses)
+    def show(self, snapshot: Any) -> None:
+        self._link.send("statuses", snapshot)

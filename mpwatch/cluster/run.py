@@ -135,7 +135,7 @@ def run(
             )
         call = _pack_call(spec, options)
         view = JobView(progress)
-        stack.callback(view.close_with, view.list_statuses)
+        stack.callback(view.close)
         server = stack.enter_context(closing(JobServer(engine.address, spec)))
         node_spec = NodeSpec(
             number=0,

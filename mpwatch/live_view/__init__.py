@@ -1,6 +1,6 @@
 """The live view shows the progress of the ranks, and runs in the caller's thread.
 
-ViewDriver (watcher/observers) --- statuses of the ranks ---> LiveView (live.py)
+watcher thread --- statuses of the ranks ---> LiveView (live.py)
 |  model.py: rates, overall progress -> Snapshot
 v
 Display.show(snapshot): one of

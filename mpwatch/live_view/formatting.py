@@ -33,7 +33,7 @@ def is_summarized(snapshot: Snapshot) -> bool:
 
 def format_overall(snapshot: Snapshot) -> str:
     parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot))
-    end = "" if snapshot.elapsed is None or not snapshot.shows_ranks else f" after {_format_seconds(snapshot.elapsed)}"
+    end = "" if snapshot.elapsed is None else f" after {_format_seconds(snapshot.elapsed)}"
     return "; ".join(filter(None, parts)) + end
 
 

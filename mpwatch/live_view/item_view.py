@@ -18,7 +18,7 @@ def select_item_view(progress: bool | None, total: int | None, count: Callable[[
     rate = RateEstimator(RATE_SECONDS)
     rate.add(monotonic(), 0)
 
-    def take_snapshot(_: Sequence[RankStatus]) -> Snapshot:
+    def take_snapshot(_: Sequence[RankStatus], __: float | None) -> Snapshot:
         now, (done, failed) = monotonic(), count()
         rate.add(now, done)
         metrics = {"failed": failed} if failed else {}
@@ -27,6 +27,7 @@ def select_item_view(progress: bool | None, total: int | None, count: Callable[[
 
     return LiveView(
         lambda: select_display(allow_lines=progress is True),
+        lambda show: show(()),
         take_snapshot,
         starts_at_once=True,
         first_period=0.0 if progress else FIRST_SECONDS,

@@ -85,9 +85,9 @@ class SnapshotBuilder:
         # By node, local rank and process. On several nodes, the global rank of the next process may differ.
         self._histories: dict[tuple[int, int, int | None], _RankHistory] = defaultdict(_RankHistory)
 
-    def update(self, statuses: Sequence[RankStatus]) -> Snapshot:
+    def update(self, statuses: Sequence[RankStatus], elapsed: float | None = None) -> Snapshot:
         rows = [self._histories[status.node, status.local_rank, status.pid].update(status) for status in statuses]
-        return Snapshot(overall=_find_overall_progress(rows), rows=rows)
+        return Snapshot(overall=_find_overall_progress(rows), rows=rows, elapsed=elapsed)
 
 
 class _RankHistory:

@@ -6,21 +6,25 @@ progress=True     a view everywhere, from the start of the call; if there is no 
 """
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpwatch.live_view.tty import find_terminal
 from mpwatch.options.log_spec import in_notebook
 
 if TYPE_CHECKING:
-    from mpwatch.live_view.live import Display, LiveView
+    from mpwatch.live_view.live import Ask, Display, LiveView
 
 
-def select_view(progress: bool | None) -> "LiveView | None":
+MakeView = Callable[["Ask"], "LiveView | None"]
+
+
+def select_view(progress: bool | None, ask: "Ask") -> "LiveView | None":
     if not may_show(progress):
         return None
     from mpwatch.live_view.live import LiveView
 
-    return LiveView(lambda: select_display(allow_lines=progress is True), starts_at_once=progress is True)
+    return LiveView(lambda: select_display(allow_lines=progress is True), ask, starts_at_once=progress is True)
 
 
 def may_show(progress: bool | None) -> bool:

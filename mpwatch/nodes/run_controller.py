@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
+from mpwatch.live_view.select import MakeView
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size, make_lost_failures
 from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.json_codec import InvalidMessageError
@@ -53,7 +54,6 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups
@@ -344,7 +344,7 @@ def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any
 
 def run_multi_node(
     spec: WorkerSpec[T],
-    make_view: MakeView = no_view,
+    make_view: MakeView | None = None,
     *,
     payload: Payload | None = None,
     on_start: Callable[[Caller], object] | None = None,

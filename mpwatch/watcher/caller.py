@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from mpwatch.errors import make_error
+from mpwatch.live_view.select import MakeView
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult, format_report
@@ -28,13 +29,16 @@ from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
+from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import Signals
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import USER_ERRORS, add_note
+
+if TYPE_CHECKING:
+    from mpwatch.live_view.live import LiveView
 
 T = TypeVar("T")
 
@@ -46,17 +50,17 @@ class Caller:
     """
 
     def __init__(
-        self, watcher: Watcher, call: Call | None = None, make_view: MakeView = no_view, *, ends_ranks: bool
+        self, watcher: Watcher, call: Call | None = None, make_view: MakeView | None = None, *, ends_ranks: bool
     ) -> None:
         self.watcher, self._call, self._ends_ranks = watcher, call, ends_ranks
-        self._make_view, self.has_view = make_view, make_view is not no_view
+        self._make_view, self.has_view = make_view, make_view is not None
         self.serve: Callable[[], object] = lambda: None
         self.list_attempts: Callable[[], Iterable[AttemptObservations]] = lambda: (
             [] if call is None or call.evidence is None else [call.evidence]
         )
         self.is_over = False
         self._has_begun = False
-        self._view: ViewDriver | None = None
+        self._view: LiveView | None = None
         self.signals = Signals(watcher, call)
         add_call(self.signals.request_stop)
         if threading.current_thread() is threading.main_thread():
@@ -96,9 +100,10 @@ class Caller:
         return value
 
     def _open_view(self) -> None:
-        ranks = None if self._call is None else self._call.ranks
-        ask = partial(self.watcher.post, self.watcher.loop.send_statuses, numbers=ranks)
-        self._view = self.signals.suspension.view = ViewDriver(self._make_view, ask)
+        if self._make_view is not None:
+            ranks = None if self._call is None else self._call.ranks
+            ask = partial(self.watcher.post, self.watcher.loop.send_statuses, numbers=ranks)
+            self._view = self.signals.suspension.view = self._make_view(ask)
 
     def wait(self, until: Callable[[], bool], deadline: float = math.inf) -> None:
         """Wait until `until()` is true, at most to a time of CLOCK_MONOTONIC. Raise what has ended the watcher thread."""
@@ -168,7 +173,7 @@ class Caller:
             if self.watcher.is_finished:
                 self.watcher.join()
             if self._view is not None:
-                self._view.close(self.list_attempts())
+                self._view.close(final_statuses(self.list_attempts()))
         finally:
             self.signals.restore()
         self.watcher.outbox.run_all()

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mpwatch.errors import LaunchError, make_error
+from mpwatch.live_view.select import MakeView
 from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
@@ -30,7 +31,6 @@ from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
@@ -53,7 +53,7 @@ class GroupRanks:
     `start` and `close` do not run beside a call.
     """
 
-    def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
+    def __init__(self, spec: PersistentGroupSpec, make_view: MakeView | None = None) -> None:
         self._spec = spec
         self._make_view = make_view
         self._event_bus = EventBus(uuid.uuid4().hex, spec, keep_events=False)
@@ -350,7 +350,7 @@ class GroupRanks:
         with self._lock:
             # two views would draw over each other
             has_view = has_view and not any(caller.has_view for caller in self._list_others())
-            make_view = self._make_view if has_view else no_view
+            make_view = self._make_view if has_view else None
             caller = Caller(watcher, call, make_view, ends_ranks=ends_ranks)
             self._callers.add(caller)
         try:

@@ -19,11 +19,14 @@ import signal
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.signals import get_handler, set_handler
-from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.processes.process import RankPopen
+
+if TYPE_CHECKING:
+    from mpwatch.live_view.live import LiveView
 
 STOP_SECONDS = 2.0  # the limit for the watcher thread to stop the ranks; it may be starting ranks, or waiting for helpers
 
@@ -48,7 +51,7 @@ class ProgramSuspension:
 
     def __init__(self, post: Callable[[Suspension], object], is_watcher_running: Callable[[], bool]) -> None:
         self.is_requested = False
-        self.view: ViewDriver | None = None  # leaves the terminal to others while the program is suspended
+        self.view: LiveView | None = None  # leaves the terminal to others while the program is suspended
         self._is_under_way = False
         self._post = post
         self._is_watcher_running = is_watcher_running

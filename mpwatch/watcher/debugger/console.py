@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.os_support.clock import monotonic
@@ -30,10 +30,12 @@ from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import cell_name, get_ipython_shell
+
+if TYPE_CHECKING:
+    from mpwatch.live_view.live import LiveView
 
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
 ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
@@ -106,7 +108,7 @@ class DebuggerConsole:
         """When a message arrives on one of these, call `serve`."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
-    def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
+    def serve(self, signals: Prompter, view: "LiveView | None") -> None:
         self._receive()
         first = self._choose()
         if first is None:
@@ -253,7 +255,7 @@ class DebuggerConsole:
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
 
     @contextmanager
-    def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
+    def _suspended_run(self, view: "LiveView | None") -> Iterator[None]:
         self._watcher.suspend_limits(are_suspended=True)
         self._output.hold(is_held=True)
         try:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from mpwatch.events.types import CollectivesRecorded, Restarting, WorkerFailed, WorkerStopped
+from mpwatch.live_view.select import MakeView
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
@@ -31,7 +32,6 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Interrupted, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.processes.rank_environment import RankSetup
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 def run_single_node(
     spec: WorkerSpec[T],
-    make_view: MakeView = no_view,
+    make_view: MakeView | None = None,
     *,
     payload: Payload | None = None,
     on_start: Callable[[Caller], object] | None = None,

@@ -170,6 +170,7 @@ def test_drawing_uses_five_percent_of_the_time_at_most():
     def make_display():
         return SimpleNamespace(period=0.25, show=lambda snapshot: None)
 
-    view = LiveView(make_display, starts_at_once=True, clock=itertools.count(0.0, 0.2).__next__)
-    view.show([status()])
-    assert view.period == pytest.approx(4.0)
+    clock = itertools.count(0.0, 0.2).__next__  # drawing takes from 0.4 to 0.6
+    view = LiveView(make_display, lambda show: show([status()]), starts_at_once=True, first_period=0.0, clock=clock)
+    view.update()
+    assert view.next_update_at == pytest.approx(0.6 + 4.0)
