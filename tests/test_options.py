@@ -64,6 +64,12 @@ async def coroutine():
         ({"on_event": events.JsonLines}, TypeError, "on_event must be a function .* not <class '.*JsonLines'>"),
         ({"logs": "folder"}, TypeError, r"logs must be a LogSpec, such as LogSpec\('folder'\), or None, not 'folder'"),
         ({"logs": LogSpec(show=2)}, ValueError, "logs: show names rank 2, but nprocs=2: ranks are 0 to 1"),
+        ({"rendezvous": "node0:29400"}, TypeError, "rendezvous must be a Rendezvous, such as"),
+        (
+            {"max_restarts": RestartPolicy(scope="worker"), "rendezvous": Rendezvous("node0:29400", "job", 2)},
+            ValueError,
+            "all ranks are restarted together",
+        ),
     ],
 )
 def test_an_invalid_option_is_named(options, error, text):

@@ -1,19 +1,13 @@
 """Fixtures of jobs of several nodes."""
 
+from contextlib import closing
+
 import pytest
 
-from nodes.harness import ForkServer, Job
-
-
-@pytest.fixture(scope="session")
-def fork_server():
-    fork_server = ForkServer()
-    yield fork_server
-    fork_server.close()
+from nodes.harness import Job
 
 
 @pytest.fixture
-def job(fork_server):
-    job = Job(fork_server)
-    yield job
-    job.close()
+def job():
+    with closing(Job()) as job:
+        yield job

@@ -1,10 +1,10 @@
 """Jobs of several nodes for tests: start nodes, wait for their ranks, give each rank an order, and read the outcomes.
 
-    test ---- requests ----> fork server ---- fork ----> node: mpwatch.run(...) ---- spawn ----> rank: tasks.follow_order
-      ^                                                   |                                       |      ^
-      +-------------------- file: outcome ----------------+                                       |      |
-      +------------------- socket: "I am rank 3, ..." --------------------------------------------+      |
-      +------------------- socket: an order, such as "raise" or "return" --------------------------------+
+    test ---- starts ----> node: mpwatch.run(...) ---- starts ----> rank: tasks.follow_order
+      ^                     |                                        |      ^
+      +--- file: outcome ---+                                        |      |
+      +--- socket: "I am rank 3, ..." -------------------------------+      |
+      +--- socket: an order, such as "raise" or "return" -------------------+
 
 `Job.wait_until` does all the waiting, for descriptors and with a deadline. Times are of CLOCK_MONOTONIC, which all nodes here
 share. When a job is closed, all its processes must have ended, and it must have left no file.
@@ -49,33 +49,10 @@ def may_rename_hosts():
         return pool.submit(ctypes.CDLL(None).unshare, CLONE_NEWUTS).result() == 0
 
 
-class ForkServer:
-    """The fork server, whose requests node.py serves."""
-
-    def __init__(self):
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "nodes.node", str(theirs.fileno())],
-                env={**ENV, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # a fork copies only one thread
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-
-    def request(self, **request):
-        self._socket.send(pickle.dumps(request))
-        return pickle.loads(self._socket.recv(1 << 16))
-
-    def close(self):
-        self._socket.close()
-        self._process.wait(WAIT_SECONDS)
-
-
 class Node:
-    def __init__(self, job, files, hostname, pid):
-        self.name, self.hostname, self.pid = files.name, hostname, pid
-        self.ended_at = self.status = None
+    def __init__(self, job, files, hostname, process):
+        self.name, self.hostname, self.process, self.pid = files.name, hostname, process, process.pid
+        self.ended_at = None
         self._job, self._files = job, files
 
     def send(self, number):
@@ -90,8 +67,8 @@ class Node:
 
         Assert that it left nothing in the process.
         """
-        self.exit_status(within)
-        assert self.status == 0, f"{self.name} ended with status {self.status} and no outcome"
+        status = self.exit_status(within)
+        assert status == 0, f"{self.name} ended with status {status} and no outcome"
         outcome, left = pickle.loads(self._files.with_suffix(".outcome").read_bytes())
         assert not left, f"{self.name} left {left}"
         return SimpleNamespace(**pickle.loads(outcome))
@@ -99,7 +76,7 @@ class Node:
     def exit_status(self, within=WAIT_SECONDS):
         """Return the exit status of the process, negative for a signal."""
         self._job.wait_until(lambda: self.ended_at, f"the end of {self.name}", within)
-        return self.status
+        return self.process.wait()
 
     @property
     def log(self):
@@ -107,7 +84,7 @@ class Node:
         return self._files.with_suffix(".log").read_text(errors="replace")
 
     def __repr__(self):
-        return f"{self.name}: pid {self.pid}, " + ("running" if self.ended_at is None else f"ended with {self.status}")
+        return f"{self.name}: pid {self.pid}, " + ("running" if self.ended_at is None else "ended")
 
 
 class RankProcess:
@@ -160,12 +137,11 @@ class World(tuple):
 class Job:
     """The nodes of one job, on addresses of the loopback device."""
 
-    def __init__(self, fork_server):
+    def __init__(self):
         self.nodes, self.processes = [], []
         self.rendezvous = {"nnodes": 2, "node_timeout": LONG, "join_timeout": LONG, "run_id": "job"}
         self.port = free_port()
-        self._fork_server = fork_server
-        self._mark, self._seen, self._is_closed = uuid.uuid4().hex, set(), False
+        self._mark, self._seen = uuid.uuid4().hex, set()
         self._selector = selectors.DefaultSelector()
         self._stack = ExitStack()
         self._folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # pytest's own names are too long for a socket
@@ -195,14 +171,14 @@ class Job:
                 **dict(rendezvous),
             }
             options["rendezvous"] = mpwatch.Rendezvous(**chosen)
-        return self._fork(number, pickle.dumps((through, function, options)))
+        return self._start(number, pickle.dumps((through, function, options)))
 
     def start_several(self, count, function=tasks.follow_order, nprocs=1, **options):
         return [self.start(function, nprocs, **options) for _ in range(count)]
 
-    def _fork(self, number, call):
+    def _start(self, number, call):
+        """Start it in a process group of its own, as a shell does: so SIGTSTP stops it."""
         files = self._folder / f"node{number}"
-        files.with_suffix(".log").touch()
         hostname = f"host{number}" if may_rename_hosts() else ""
         environment = {
             tasks.RANK_SOCKET: self._rank_socket.getsockname(),
@@ -210,10 +186,15 @@ class Job:
             MARK: self._mark,
             "TMPDIR": str(self._folder / "tmp"),
         }
-        pid = self._fork_server.request(call=call, files=str(files), hostname=hostname, environment=environment)
-        node = Node(self, files, hostname or socket.gethostname(), pid)
+        command = [sys.executable, "-m", "nodes.node", str(files), hostname]
+        with open(files.with_suffix(".log"), "wb") as log:
+            output = {"stdout": log, "stderr": log, "env": {**ENV, **environment}}
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, **output)
+        with process.stdin:
+            process.stdin.write(call)
+        node = Node(self, files, hostname or socket.gethostname(), process)
         self.nodes.append(node)
-        self._register(os.pidfd_open(pid), partial(self._handle_node_exit, node))
+        self._watch(node)
         return node
 
     # waiting
@@ -287,14 +268,19 @@ class Job:
     def unregister(self, fd):
         self._selector.unregister(fd)
 
-    def _register(self, fd, do):
-        self._stack.callback(os.close, fd)
-        self.register(fd, do)
+    def _watch(self, process):
+        """Note when this process ends."""
+        try:
+            fd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            process.ended_at = time.monotonic()
+        else:
+            self._stack.callback(os.close, fd)
+            self.register(fd, partial(self._handle_exit, process))
 
-    def _handle_node_exit(self, node, fd):
-        node.ended_at = time.monotonic()
-        self._selector.unregister(fd)
-        node.status = os.waitstatus_to_exitcode(self._fork_server.request(reap=node.pid))
+    def _handle_exit(self, process, pidfd):
+        process.ended_at = time.monotonic()
+        self.unregister(pidfd)
 
     def _accept_rank(self, server):
         connection = self._stack.enter_context(server.accept()[0])
@@ -304,22 +290,12 @@ class Job:
             return
         process = RankProcess(connection, json.loads(introduction))
         self.processes.append(process)
-        try:
-            self._register(os.pidfd_open(process.pid), partial(self._handle_rank_exit, process))
-        except ProcessLookupError:
-            process.ended_at = time.monotonic()
-
-    def _handle_rank_exit(self, process, pidfd):
-        process.ended_at = time.monotonic()
-        self._selector.unregister(pidfd)
+        self._watch(process)
 
     # the end
 
     def close(self):
         """Assert that all nodes have ended by themselves, and that nothing is left. Kill the rest."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         running = [repr(node) for node in self.nodes if node.ended_at is None]
         left = []
         try:
@@ -329,7 +305,7 @@ class Job:
             left = self._kill_leftovers()
         finally:
             for node in self.nodes:
-                print(f"--- {node!r}\n{node.log}")
+                print(f"--- {node!r} with {node.process.wait()}\n{node.log}")
             files = os.listdir(self._folder / "tmp")
             self._stack.close()
         assert not running, "nodes that the test had not seen end"

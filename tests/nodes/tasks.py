@@ -37,14 +37,6 @@ def print_rank():
     print("rank", mpwatch.current_worker().rank)
 
 
-def get_cpus():
-    return sorted(os.sched_getaffinity(0))
-
-
-def get_argument(value):
-    return value
-
-
 def follow_order():
     """Connect to the test, and carry out its first order."""
     with socket.socket(socket.AF_UNIX) as rank_socket:
@@ -55,29 +47,11 @@ def follow_order():
         return ORDERS[order](*args)
 
 
-def another_function():
-    """For a node that calls another function than the others."""
-    return follow_order()
-
-
 def ignore_sigterm(*ranks):
     """Follow an order. These ranks ignore SIGTERM, like a rank that writes a long checkpoint when it comes."""
     if mpwatch.current_worker().rank in ranks:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return follow_order()
-
-
-def connect_to_rank_0():
-    """Connect all ranks to rank 0 by MASTER_ADDR and MASTER_PORT. Return the address."""
-    worker = mpwatch.current_worker()
-    address = worker.master_addr, worker.master_port
-    if worker.rank == 0:
-        with socket.create_server(("", worker.master_port)) as server:
-            for _ in range(1, worker.world_size):
-                server.accept()[0].close()
-    else:
-        connect_to(address).close()
-    return address
 
 
 def connect_to(address):

@@ -13,11 +13,6 @@ from support.process_state import is_alive
 ALONE = {"rendezvous": None}  # a job of its own
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch):
-    monkeypatch.setattr(harness, "CLEANUP_SECONDS", 0.1)
-
-
 def leave_daemon():
     """Start a process in a session of its own, which no watcher ends. Return its pid."""
     lasting = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -30,14 +25,15 @@ def leave_thread(worker):
     return {}
 
 
-@pytest.mark.slow  # the node waits for threads that the kernel may still show
 def test_what_a_node_leaves_is_reported(job):
     node = job.start(subprocess.list2cmdline, args=([],), env=leave_thread, **ALONE)
     with pytest.raises(AssertionError, match=r"node0 left .*forgotten"):
         node.outcome()
 
 
-def test_processes_that_ranks_leave_are_killed_and_reported(job, eventually):
+def test_processes_that_ranks_leave_are_killed_and_reported(monkeypatch, eventually):
+    monkeypatch.setattr(harness, "CLEANUP_SECONDS", 0.1)
+    job = harness.Job()
     (pid,) = job.start(leave_daemon, **ALONE).outcome().result
     with pytest.raises(AssertionError, match="processes that were left"):
         job.close()

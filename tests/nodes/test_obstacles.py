@@ -1,5 +1,6 @@
 """Nodes that cannot form a job end in time, and say what is wrong."""
 
+import os
 import re
 import signal
 import socket
@@ -14,11 +15,10 @@ from nodes.harness import WAIT_SECONDS
 
 
 @pytest.fixture
-def _impatience(job):
-    job.rendezvous["join_timeout"] = 6.0  # long enough to be refused by another node on a busy machine
-
-
-IMPATIENT = pytest.mark.usefixtures("_impatience")
+def job(job):
+    """A job that waits for its nodes long enough for a refusal by another one on a busy machine, and no longer."""
+    job.rendezvous["join_timeout"] = 6.0
+    return job
 
 
 def assert_refused(outcome, *texts):
@@ -27,11 +27,10 @@ def assert_refused(outcome, *texts):
         assert re.search(text, str(outcome.error)), str(outcome.error)
 
 
-@IMPATIENT
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
-        ({}, {"function": tasks.another_function}, "disagree about the function: another_function on .*, follow_order on "),
+        ({}, {"function": os.getpid}, "disagree about the function: .*getpid on .*, .*follow_order on "),
         pytest.param({"max_restarts": 1}, {"max_restarts": 2}, "restart", marks=pytest.mark.slow),
     ],
 )
@@ -42,27 +41,24 @@ def test_nodes_that_make_different_calls_are_refused(job, first, second, text):
         assert_refused(outcome, text, other.hostname)
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "text"),
-    [({"secret": "of somebody else"}, "signed with another secret"), ({}, "signed, but this node has no secret")],
-)
-def test_a_node_with_another_secret_is_refused(job, rendezvous, text):
-    first, other = job.start(rendezvous={"secret": "of the job"}), job.start(rendezvous=rendezvous)
-    assert_refused(other.outcome(), text)
+def test_a_node_with_another_secret_is_refused(job):
+    first, other = (job.start(rendezvous={"secret": f"of node {number}"}) for number in range(2))
+    assert_refused(other.outcome(), "signed with another secret")
     first.send(signal.SIGTERM)
     first.exit_status()
 
 
-@IMPATIENT
-def test_too_few_nodes_are_reported_in_time(job):
-    job.rendezvous["nnodes"] = 3
-    assert_refused(job.start().outcome(), rf"127\.0\.0\.1:{job.port}: 1 of 3 nodes had joined")
-
-
-@IMPATIENT
-def test_an_endpoint_where_nobody_is_is_named(job):
-    job.start(rendezvous={"is_host": False})
-    assert_refused(job.nodes[0].outcome(), rf"127\.0\.0\.1:{job.port}: nothing listens there\. .* is_host=True")
+@pytest.mark.parametrize(
+    ("rendezvous", "options", "text"),
+    [
+        ({"nnodes": 3}, {}, "1 of 3 nodes had joined"),
+        ({"is_host": False}, {}, r"nothing listens there\. .* is_host=True"),
+        ({}, {"timeout": 0.5}, r"`timeout` \(0\.5 s\) ran out before the nodes had joined: rendezvous of job"),
+    ],
+)
+def test_a_node_that_stays_alone_says_where_and_why(job, rendezvous, options, text):
+    outcome = job.start(rendezvous=rendezvous, **options).outcome()
+    assert_refused(outcome, text, rf"127\.0\.0\.1:{job.port}")
 
 
 @pytest.fixture
@@ -95,15 +91,14 @@ def test_a_name_service_that_does_not_answer_delays_no_timeout_and_no_stop(name_
         handle.result(timeout=WAIT_SECONDS / 2)
 
 
-@IMPATIENT
 @pytest.mark.parametrize("is_host", [True, False])
 def test_a_port_that_a_silent_program_has_taken_is_named(job, is_host):
-    with closing(socket.create_server(("127.0.0.1", job.port))):
+    port = job.port
+    with closing(socket.create_server(("127.0.0.1", port))):
         outcome = job.start(rendezvous={"is_host": is_host}).outcome()
-    assert_refused(outcome, f"port {job.port} is taken" if is_host else "does not answer as mpwatch")
+    assert_refused(outcome, f"port {port} is taken" if is_host else "does not answer as mpwatch")
 
 
-@IMPATIENT
 def test_a_node_beyond_the_maximum_and_one_of_another_job_are_refused(job):
     job.rendezvous["nnodes"] = 1
     first = job.start()
@@ -113,11 +108,6 @@ def test_a_node_beyond_the_maximum_and_one_of_another_job_are_refused(job):
     assert_refused(other.outcome(), "job 'job' is here, not 'other'")
     world.order("return")
     job.results([first])
-
-
-def test_a_timeout_that_ends_before_the_nodes_have_met_is_named(job):
-    outcome = job.start(timeout=0.5).outcome()
-    assert_refused(outcome, r"`timeout` \(0\.5 s\) ran out before the nodes had joined: rendezvous of job")
 
 
 @pytest.mark.parametrize(
