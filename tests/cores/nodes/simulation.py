@@ -8,7 +8,6 @@ import heapq
 import itertools
 import random
 from enum import Enum, auto
-from functools import wraps
 
 from mpwatch import Rendezvous, RestartPolicy
 from mpwatch.nodes import coordinator, messages, node_machine
@@ -24,24 +23,8 @@ LEASE_SECONDS = 0.65 * TIMEOUT  # without a word of the coordinator, a node stop
 
 class Ranks(Enum):
     NONE = auto()
-    STARTING = auto()
     RUNNING = auto()
     STOPPING = auto()
-
-
-def when_awake(method):
-    """Delay the call while the node is suspended. Then the node first reads what has come."""
-    lag = 0.0 if method.__name__ == "receive" else READ_SECONDS
-
-    @wraps(method)
-    def later(self, *args):
-        asleep = self.asleep_until - self.job.now
-        if asleep > 0:
-            self.job.after(asleep + lag, lambda: later(self, *args))
-            return None
-        return method(self, *args)
-
-    return later
 
 
 class Node:
@@ -53,16 +36,19 @@ class Node:
         self.machine, self.decision = node_machine.NodeMachine(), None
         self.ranks, self.start_number, self.world = Ranks.NONE, 0, None
         self.stop_step = None  # that the nodes have agreed on
-        self.is_leaving = self.has_failing_env = False
+        self.has_failing_env = False
         self.is_out = False  # it was refused, or has lost the coordinator
         self.asleep_until, self.env_seconds, self.report_seconds = -STOP_SECONDS, 0.0, 0.0
+
+    def after(self, seconds, call):
+        """While the node is suspended, the call waits, also for what has come meanwhile to be read."""
+        self.job.after(seconds, call, node=self, lag=READ_SECONDS)
 
     def connect(self):
         self.connection = self.job.connect(self)
 
-    @when_awake
     def receive(self, connection, message):
-        if not self.is_alive or connection != self.connection:
+        if connection != self.connection:
             return
         if isinstance(message, messages.Refused):
             self.is_out = True
@@ -71,19 +57,18 @@ class Node:
             self.execute(self.machine.handle(message))
 
     def execute(self, actions):
-        job = self.job
         for action in actions:
             if isinstance(action, messages.MessageToCoordinator):
-                job.send_to_coordinator(self.connection, action)
+                self.job.send_to_coordinator(self.connection, action)
             elif isinstance(action, messages.StartAttempt):
                 self.start = action
-                job.after(self.env_seconds, lambda start=action: self.make_environments(start))
+                self.after(self.env_seconds, lambda start=action: self.make_environments(start))
             elif isinstance(action, node_machine.StartRanks):
                 self.start_ranks()
             elif isinstance(action, messages.StopAttempt):
                 self.stop(AttemptOutcome.STOPPED)
             elif isinstance(action, messages.HoldSteps):
-                job.after(0.002, self.report_steps)
+                self.after(0.002, self.report_steps)
             elif isinstance(action, messages.StopAtStep):
                 self.stop_step = action.after_step
                 self.let_ranks_return(0.6)
@@ -92,11 +77,10 @@ class Node:
             elif action.ends_job:
                 self.decision = action
                 self.machine.acknowledge_shutdown()
-                job.lose(self.connection, "it knows the result")
+                self.job.lose(self.connection, "it knows the result")
 
-    @when_awake
     def make_environments(self, start):
-        if not self.is_alive or self.start is not start or self.machine.stage is not node_machine.NodeStage.PREPARING:
+        if self.start is not start or self.machine.stage is not node_machine.NodeStage.PREPARING:
             return
         if self.has_failing_env:
             self.execute(self.machine.abort(messages.AttemptReport(0, AttemptOutcome.ABORTED, reason="env")))
@@ -108,46 +92,34 @@ class Node:
 
     def start_ranks(self):
         self.job.note_overlap(self)
-        self.ranks, self.start_number, self.world = Ranks.STARTING, self.start_number + 1, self.start.attempt
-        self.job.after(START_SECONDS, lambda number=self.start_number: self.become_ready(number))
+        self.ranks, self.start_number, self.world = Ranks.RUNNING, self.start_number + 1, self.start.attempt
         self.let_ranks_return(self.job.work)
 
-    @when_awake
-    def become_ready(self, number):
-        if number == self.start_number and self.ranks is Ranks.STARTING:
-            self.ranks = Ranks.RUNNING
-
     def let_ranks_return(self, seconds):
-        self.job.after(START_SECONDS + seconds, lambda number=self.start_number: self.return_(number))
+        self.after(START_SECONDS + seconds, lambda number=self.start_number: self.return_(number))
 
-    @when_awake
     def return_(self, number):
-        if number == self.start_number and self.ranks is Ranks.RUNNING:
+        if number == self.start_number:
             self.stop(AttemptOutcome.SUCCEEDED)
 
     def stop(self, outcome):
-        if self.is_alive and self.ranks in (Ranks.STARTING, Ranks.RUNNING):
+        if self.ranks is Ranks.RUNNING:
             self.ranks = Ranks.STOPPING
             if outcome is AttemptOutcome.FAILED:
                 self.execute(self.machine.report_failing())
-            self.job.after(EXIT_SECONDS, lambda: self.reap(outcome))
+            self.after(EXIT_SECONDS, lambda: self.reap(outcome))
 
-    @when_awake
     def reap(self, outcome):
         self.ranks = Ranks.NONE
-        if self.is_alive and outcome is not None:
-            self.execute([messages.RanksStopped(self.machine.attempt)])
-            self.job.after(self.report_seconds, lambda: self.report(outcome))
+        self.execute([messages.RanksStopped(self.machine.attempt)])
+        self.after(self.report_seconds, lambda: self.report(outcome))
 
-    @when_awake
     def report(self, outcome):
-        if self.is_alive:
-            failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
-            self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
+        failures = ({"rank": self.start.first_rank, "is_secondary": False},) if outcome is AttemptOutcome.FAILED else ()
+        self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 
     def report_steps(self):
-        if self.is_alive:
-            self.execute([messages.StepsHeld(self.machine.attempt, self.job.rng.randrange(1000))])
+        self.execute([messages.StepsHeld(self.machine.attempt, self.job.rng.randrange(1000))])
 
     @property
     def has_ranks(self):
@@ -156,10 +128,8 @@ class Node:
 
     # faults, and requests to stop
 
-    @when_awake
     def fail_rank(self):
-        if self.ranks is Ranks.RUNNING:
-            self.stop(AttemptOutcome.FAILED)
+        self.stop(AttemptOutcome.FAILED)
 
     def suspend(self, seconds):
         """Suspend the node and its ranks. The coordinator gives it up after TIMEOUT."""
@@ -168,7 +138,7 @@ class Node:
             return
         self.asleep_until = job.now + seconds
         if seconds > LEASE_SECONDS:
-            job.after(seconds, lambda: self.stop(AttemptOutcome.STOPPED))  # the lease has expired
+            self.after(seconds, lambda: self.stop(AttemptOutcome.STOPPED))  # the lease has expired
         if seconds > TIMEOUT:
             job.after(TIMEOUT, lambda: job.lose(connection, "it is silent"))
 
@@ -177,29 +147,23 @@ class Node:
         job, connection = self.job, self.connection
         job.cuts[connection] = job.now + seconds
         if seconds > LEASE_SECONDS:
-            job.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(AttemptOutcome.STOPPED))
+            self.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(AttemptOutcome.STOPPED))
         if seconds > TIMEOUT:
-            job.after(TIMEOUT, lambda: self.lose_coordinator(connection))
+            self.after(TIMEOUT, lambda: self.lose_coordinator(connection))
             job.after(TIMEOUT + 1.0, lambda: job.lose(connection, "it is silent"))
 
-    @when_awake
     def lose_coordinator(self, connection):
-        if not self.is_alive or connection != self.connection:
-            return
-        self.connection, self.is_out = None, True
-        self.execute(self.machine.lose_coordinator("cut off"))
+        if connection == self.connection:
+            self.connection, self.is_out = None, True
+            self.execute(self.machine.lose_coordinator("cut off"))
 
     def request_stop(self):
-        if self.is_alive and not self.machine.is_joining:
+        if not self.machine.is_joining:
             self.execute(self.machine.request_stop("SIGUSR1"))
 
-    @when_awake
     def leave(self):
-        if self.is_alive and not self.is_leaving:
-            self.is_leaving = True
-            self.execute(self.machine.report_signal("it received SIGTERM"))
-            self.stop(outcome=None)
-            self.end()
+        self.execute(self.machine.report_signal("it received SIGTERM"))
+        self.end()
 
     def end(self):
         self.is_alive = False
@@ -231,8 +195,9 @@ class SimulatedJob:
     def alive(self):
         return [node for node in self.nodes.values() if node.is_alive]
 
-    def after(self, seconds, call):
-        heapq.heappush(self._heap, (self.now + seconds, next(self._ticket), call))
+    def after(self, seconds, call, *, node=None, lag=0.0):
+        """If it is a call of a node, it comes `lag` after the end of a suspension, and not if the node has ended."""
+        heapq.heappush(self._heap, (self.now + seconds, next(self._ticket), call, node, lag))
 
     # the network
 
@@ -252,12 +217,12 @@ class SimulatedJob:
         if connection is not None:
             self._deliver(connection, lambda: self.act(self.coordinator.lose(connection, reason, self.now)))
 
-    def _deliver(self, connection, call, *, is_to_node=False):
-        """In order of what was sent in this direction. A cut delays it."""
+    def _deliver(self, connection, call, *, node=None):
+        """To the node or to the coordinator, in order of what was sent in this direction. A cut delays it."""
         sent_at = max(self.now, self.cuts.get(connection, 0.0))
-        at = max(sent_at + self.rng.uniform(0.0, LATENCY), self._arrivals.get((connection, is_to_node), 0.0))
-        self._arrivals[connection, is_to_node] = at
-        self.after(at - self.now, call)
+        at = max(sent_at + self.rng.uniform(0.0, LATENCY), self._arrivals.get((connection, node), 0.0))
+        self._arrivals[connection, node] = at
+        self.after(at - self.now, call, node=node)
 
     def act(self, actions):
         for action in actions:
@@ -268,7 +233,7 @@ class SimulatedJob:
             if isinstance(message, messages.AttemptDecision):
                 self.decisions += [message] * (message not in self.decisions[-1:])
             receive = lambda node=node, number=action.node, message=message: node.receive(number, message)  # noqa: E731
-            self._deliver(action.node, receive, is_to_node=True)
+            self._deliver(action.node, receive, node=node)
         due_at = self.coordinator.deadline
         if due_at < float("inf") and due_at != self._check_at:
             self._check_at = due_at
@@ -287,8 +252,11 @@ class SimulatedJob:
 
     def run(self, until=3600.0):
         while self._heap and self.now < until and not self.is_over():
-            self.now, _, call = heapq.heappop(self._heap)
-            call()
+            self.now, _, call, node, lag = heapq.heappop(self._heap)
+            if node is not None and node.asleep_until > self.now:
+                self.after(node.asleep_until - self.now + lag, call, node=node, lag=lag)
+            elif node is None or node.is_alive:
+                call()
         return self
 
     def is_over(self):

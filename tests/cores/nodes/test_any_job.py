@@ -32,8 +32,10 @@ def cause(job, fault):
         job.add_node(number)
     elif kind in ("env_seconds", "has_failing_env"):
         setattr(job.nodes[number], kind, *more)
-    else:
+    elif kind in ("kill", "suspend", "cut"):
         getattr(job.nodes[number], kind)(*more)
+    else:  # the node itself does it, so not while it is suspended
+        job.nodes[number].after(0.0, getattr(job.nodes[number], kind))
 
 
 def run_history(least, max_restarts, faults, seed):
@@ -110,7 +112,7 @@ def test_a_node_whose_program_is_busy_before_it_reports_is_not_lost(late):
     """Its ranks have exited: it waits for a slow observer, for example."""
     job = SimulatedJob(2, max_restarts=1)
     job.nodes[late].report_seconds = 1000.0
-    job.after(20.0, job.nodes[0].fail_rank)
+    job.nodes[0].after(20.0, job.nodes[0].fail_rank)
     failed, done = job.run().decisions
     assert (failed.root_cause_rank, failed.lost_nodes, failed.is_restart_counted) == (0, (), True)
     assert (done.next_step, done.lost_nodes) == (NextStep.DONE, ())
@@ -128,7 +130,8 @@ def test_a_node_that_still_waits_at_the_end_is_refused_and_then_told_no_more():
 def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
     quiet, job = SimulatedJob(n), SimulatedJob(n)
     for number in range(3):
-        job.after(20.0 + 30.0 * number, job.nodes[number % n].fail_rank)
+        node = job.nodes[number % n]
+        node.after(20.0 + 30.0 * number, node.fail_rank)
     assert {node.decision.next_step for node in job.run().nodes.values()} == {NextStep.DONE}
     assert len(job.decisions) == 4
     assert job.messages - quiet.run().messages <= 3 * MESSAGES_OF_A_FAILURE * n

@@ -90,32 +90,7 @@ def test_a_stop_that_comes_together_with_the_answer_is_not_lost():
             link.wait_for_stop()
 
 
-def make_result(rank, share, **details):
-    """Return what a node with one rank has reported."""
-    worker = mpwatch.Worker(
-        rank=rank,
-        local_rank=0,
-        world_size=2,
-        local_world_size=1,
-        role_rank=rank,
-        role_world_size=2,
-        run_id="job",
-        master_addr="",
-        master_port=1,
-    )
-    slow_rank = mpwatch.Lateness(rank=rank, share=share)
-    return mpwatch.RunResult(state=mpwatch.WorkerState.FAILED, workers=(worker,), slow_rank=slow_rank, **details)
-
-
-def test_a_job_has_the_failure_that_the_node_of_the_rank_knows_and_the_rank_that_is_late_most():
-    own, told = (
-        mpwatch.ProcessFailure(
-            rank=1, local_rank=0, pid=7, hostname="b", kind=mpwatch.FailureKind.EXCEPTION, exit_code=1, exception=error
-        )
-        for error in (ValueError("bad"), None)
-    )
-    node0 = make_result(0, 0.2, failures={1: told}, root_cause=told)
-    node1 = make_result(1, 0.7, failures={1: own}, root_cause=own)
-    merged = merge_results([node0, node1])
-    assert merged.root_cause is merged.failures[1] is own
-    assert merged.slow_rank == node1.slow_rank
+def test_a_job_names_the_rank_that_is_late_most():
+    late = [mpwatch.Lateness(rank=rank, share=share) for rank, share in enumerate((0.2, 0.7, 0.3))]
+    nodes = [mpwatch.RunResult(mpwatch.WorkerState.FAILED, slow_rank=each) for each in (*late, None)]
+    assert merge_results(nodes).slow_rank.rank == 1
