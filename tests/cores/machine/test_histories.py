@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from mpwatch import WorkerState
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 
@@ -60,12 +59,6 @@ def test_ranks_that_have_returned_are_asked_to_exit_together():
     assert handle(machine, 1.0, m.Returned(1)) == [m.RequestExit(0), m.RequestExit(1)]
     handle(machine, 2.0, m.Exited(0), m.Exited(1))
     assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.FINISHED, m.StopReason.SUCCEEDED, math.inf)
-
-
-def test_a_rank_that_does_not_exit_after_all_have_returned_is_stopped_and_the_run_has_succeeded():
-    machine = after(1.0, m.Returned(0), m.Returned(1), m.Exited(0))
-    assert handle(machine, 1.0 + GRACE) == terminate(1)
-    assert (machine.overdue_exits, machine.stop_reason, machine.state) == ([1], m.StopReason.SUCCEEDED, WorkerState.HEALTHY)
 
 
 def test_a_failure_stops_all_ranks_when_they_have_said_where_they_are():
@@ -159,6 +152,7 @@ LIMITS = {
     "timeout": (lambda: running_machine(timeout=5.0), 5.0, m.StopReason.TIMED_OUT),
     "start_timeout": (lambda: running_machine(ready=1), START_TIMEOUT, m.StopReason.FAILED),
     "stop_timeout": (lambda: after(1.0, BY_CALLER, stop_timeout=5.0), 6.0, m.StopReason.TIMED_OUT),
+    "stop_timeout of a signal": (lambda: after(1.0, BY_SIGNAL, stop_timeout=5.0), 6.0, m.StopReason.INTERRUPTED),
     "root cause": (lambda: after(1.0, m.Failed(0, is_secondary=True)), 1.0 + m.ROOT_CAUSE_WAIT_SECONDS, m.StopReason.FAILED),
     "report": (lambda: after(1.0, m.Failing(0)), 1.0 + m.ROOT_CAUSE_WAIT_SECONDS, m.StopReason.FAILED),
 }
@@ -201,15 +195,6 @@ def read_heartbeats(machine, now, **beats):
     ranks = tuple(int(name.removeprefix("rank")) for name in beats)
     assert machine.handle_deadline(now) == [m.ReadHeartbeats(ranks)]
     return handle(machine, now, m.HeartbeatsRead(dict(zip(ranks, beats.values(), strict=True))))
-
-
-def test_a_late_rank_makes_the_group_unhealthy_until_its_next_heartbeat():
-    machine = running_machine(heartbeat_timeout=LIMIT)
-    assert (machine.deadline, machine.state) == (5.0, WorkerState.HEALTHY)
-    read_heartbeats(machine, 5.0, rank0=0.0, rank1=4.0)
-    assert (machine.heartbeats.late_ranks, machine.state) == ({0: 0.0}, WorkerState.UNHEALTHY)
-    read_heartbeats(machine, 6.0, rank0=5.9, rank1=5.9)  # all are read more often while one is late
-    assert (machine.heartbeats.late_ranks, machine.state, machine.deadline) == ({}, WorkerState.HEALTHY, 10.9)
 
 
 def test_a_rank_has_failed_if_it_is_silent_at_two_readings():
@@ -267,37 +252,6 @@ def test_idle_ranks_are_asked_to_exit_and_ranks_that_start_are_stopped(phase, ac
     assert machine.end_idle_ranks(1.0) == actions
     handle(machine, 2.0, m.Exited(0), m.Exited(1))
     assert machine.stage is m.CallStage.FINISHED
-
-
-def test_the_end_of_a_group_stops_the_ranks_of_its_calls():
-    machine = after(1.0, m.Returned(0), keep_ranks=True)
-    assert handle(machine, 2.0, m.Shutdown(), m.Shutdown()) == [*terminate(0), m.RequestExit(0), *terminate(1)]
-
-
-# --- requests to stop
-
-
-def test_ranks_that_return_after_a_request_have_succeeded():
-    machine = after(1.0, BY_SIGNAL, keep_ranks=True, stop_timeout=5.0)
-    handle(machine, 2.0, BY_CALLER, m.Returned(0), m.Returned(1))
-    assert (machine.stop_request, machine.stop_reason, machine.signum) == (BY_SIGNAL, m.StopReason.SUCCEEDED, None)
-
-
-@pytest.mark.parametrize(
-    ("request_", "stop_reason", "signum"),
-    [(BY_SIGNAL, m.StopReason.INTERRUPTED, signal.SIGUSR1), (BY_CALLER, m.StopReason.TIMED_OUT, None)],
-)
-def test_ranks_that_do_not_return_in_time_after_a_request_are_stopped(request_, stop_reason, signum):
-    machine = after(1.0, request_, stop_timeout=5.0)
-    assert handle(machine, 6.0) == [m.DumpStacks(0), m.DumpStacks(1)]
-    assert handle(machine, 6.1, m.StackDumped(0), m.StackDumped(1)) == terminate(0, 1)
-    assert (machine.stop_reason, machine.signum, machine.is_stop_overdue) == (stop_reason, signum, True)
-    assert signum is None or machine.interrupt_cause is m.InterruptCause.STOP_TIMEOUT
-
-
-def test_a_signal_after_a_request_stops_the_ranks_at_once():
-    machine = after(1.0, BY_SIGNAL)
-    assert handle(machine, 2.0, TERM, m.StackDumped(0), m.StackDumped(1))[2:] == terminate(0, 1)
 
 
 # --- several nodes

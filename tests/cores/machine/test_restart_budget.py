@@ -43,11 +43,6 @@ def test_the_delay_doubles_with_a_jitter_up_to_a_limit(options, rng_value, delay
     assert decide_delays(RestartPolicy(9, **options), *[{}] * len(delays), rng_value=rng_value) == delays
 
 
-def test_without_an_rng_the_jitter_is_random():
-    decisions = [RestartBudget(RestartPolicy(1, delay=10.0)).decide(FailedAttempt(cause=VALUE_ERROR)) for _ in range(20)]
-    assert len({decision.delay for decision in decisions}) > 1
-
-
 @given(st.integers(0, 30), st.floats(0, 1e308), st.floats(0, 1e308), st.floats(0, 1), st.floats(0, 1))
 def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, random):
     policy = RestartPolicy(max_restarts, delay=delay, max_delay=max_delay, jitter=jitter)
@@ -92,38 +87,34 @@ def test_too_many_attempts_without_progress_end_the_run(limit, steps, reason):
     assert [decision.no_restart_reason for decision in decisions] == [""] * (len(steps) - 1) + [reason]
 
 
+FAILED_START = "the rank failed before it called the function"
+ERROR_IN_CODE = " before the first heartbeat or report counts as an error in the code"
+
+
 @pytest.mark.parametrize(
-    ("retry_if", "cause", "is_wanted"),
+    ("retry_if", "cause", "reason"),
     [
-        (OSError, failure(exception=ConnectionError()), True),
-        (ConnectionError, failure(exception=OSError()), False),
-        (SystemExit, failure(FailureKind.EXIT, SystemExit(3)), True),
-        (FailureKind.EXIT, VALUE_ERROR, False),
-        ({KeyError, FailureKind.EXCEPTION}, VALUE_ERROR, True),
-        (TypeError, failure(exception=TypeError()), True),
-        (lambda failure: failure.exit_code == 4, EXIT, False),
-        (lambda failure: False, None, True),  # there is no root cause to ask about
+        (OSError, failure(exception=ConnectionError()), ""),
+        (ConnectionError, failure(exception=OSError()), NOT_IN_RETRY_IF),
+        (SystemExit, failure(FailureKind.EXIT, SystemExit(3)), ""),
+        (FailureKind.EXIT, VALUE_ERROR, NOT_IN_RETRY_IF),
+        ({KeyError, FailureKind.EXCEPTION}, VALUE_ERROR, ""),
+        (TypeError, failure(exception=TypeError()), ""),
+        (lambda failure: failure.exit_code == 4, EXIT, NOT_IN_RETRY_IF),
+        (lambda failure: False, None, ""),  # there is no root cause to ask about
+        # by default
+        (None, VALUE_ERROR, ""),
+        (None, failure(FailureKind.HANG), ""),
+        (None, None, ""),
+        (None, failure(FailureKind.START, OSError()), FAILED_START),
+        (None, failure(exception=TypeError()), "TypeError" + ERROR_IN_CODE),
+        (None, failure(exception=ModuleNotFoundError()), "ModuleNotFoundError" + ERROR_IN_CODE),
     ],
 )
-def test_retry_if_says_which_failures_are_restarted(retry_if, cause, is_wanted):
+def test_which_failures_are_restarted(retry_if, cause, reason):
     (decision,) = decide(RestartPolicy(3, retry_if=retry_if), {"cause": cause})
-    assert (decision.delay, decision.no_restart_reason) == ((0.0, "") if is_wanted else (None, NOT_IN_RETRY_IF))
-
-
-def test_by_default_failures_are_restarted_but_failed_starts_are_not():
-    for cause in (VALUE_ERROR, EXIT, failure(FailureKind.HANG), None):
-        assert decide_delays(RestartPolicy(1), {"cause": cause}) == [0.0]
-    (decision,) = decide(RestartPolicy(1), {"cause": failure(FailureKind.START, OSError())})
-    assert decision.no_restart_reason.startswith("the rank failed before it called the function")
-
-
-@pytest.mark.parametrize("error", [TypeError, UnboundLocalError, ModuleNotFoundError])
-def test_by_default_programming_errors_are_restarted_only_after_a_heartbeat(error):
-    wrong = {"cause": failure(exception=error("x"))}
-    first, second = decide(RestartPolicy(3), wrong, {**wrong, "had_heartbeat": True})
-    text = f"{error.__name__} before the first heartbeat or report counts as an error in the code"
-    assert first.no_restart_reason.startswith(text)
-    assert second.delay == 0.0
+    assert decision.delay == (None if reason else 0.0)
+    assert decision.no_restart_reason.startswith(reason)
 
 
 @pytest.mark.parametrize(("left", "text"), [(4.0, "4.0"), (-2.0, "0.0"), (4.1, None)])
