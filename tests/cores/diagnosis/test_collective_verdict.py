@@ -55,6 +55,11 @@ TABLE = {
         with_field("all_reduce", "reduce_op", "SUM", "SUM", "MAX"),
     ),
     "rank 0 called all_reduce #1 with float32[16], rank 1 with float32[17]": ((MISMATCH,), in_shapes(16, 17, nprocs=2)),
+    # rank 2 has not joined
+    "rank 0 called all_reduce #2 with float32[16] (a.py:1 in f), rank 1 barrier #2 with no tensor": (
+        (MISMATCH,),
+        [(FIRST, USUAL), (FIRST, waiting("barrier", 2)), (FIRST,)],
+    ),
     # the majority may change: two ranks of seven are on another node
     "ranks 2-4 called all_reduce #1 with float32[16], ranks 0-1 with float32[17]": (
         (MISMATCH,),
@@ -87,11 +92,6 @@ def test_a_verdict(sentence):
     (kind, *blamed), calls = TABLE[sentence]
     verdict = verdict_of(*calls)
     assert (verdict.sentence, verdict.kind, [*verdict.blamed], [*verdict.evidence]) == (sentence, kind, blamed, blamed)
-
-
-def test_a_mismatch_comes_before_a_rank_that_has_not_joined():
-    verdict = verdict_of((FIRST, USUAL), (FIRST, waiting("barrier", 2)), (FIRST,))
-    assert verdict.kind is MISMATCH
 
 
 def test_a_rank_that_has_returned_is_blamed_before_one_that_is_late():
@@ -153,7 +153,7 @@ def test_answers_survive_json():
 
 # --- histories: ranks that run the same program, one of which deviates
 
-CALLS = st.tuples(st.sampled_from(["all_reduce", "broadcast", "reduce", "barrier"]), st.integers(1, 4))
+CALLS = st.tuples(st.sampled_from(["all_reduce", "broadcast", "reduce"]), st.integers(1, 4))
 PROGRAM, NPROCS = st.lists(CALLS, min_size=1, max_size=6), st.integers(3, 6)
 
 
@@ -165,10 +165,7 @@ def play(programs):
     ranks = tuple(range(len(programs)))
     played = []
     for program in programs:
-        calls = [
-            call(name, n, *([size] if name != "barrier" else []), ranks=ranks)
-            for n, (name, size) in enumerate(program[: done + 1], 1)
-        ]
+        calls = [call(name, n, size, ranks=ranks) for n, (name, size) in enumerate(program[: done + 1], 1)]
         played.append((*calls[:done], *(replace(last, state=CollectiveState.WAITING) for last in calls[done:])))
     return played
 
@@ -190,9 +187,6 @@ def test_a_rank_that_deviates_is_blamed(program, nprocs, data):
     change = data.draw(st.sampled_from([[(name, size + 10)], [], [("all_gather", 3), (name, size)]]))
     odd = [*program[:place], *change, *program[place + 1 :]]
     played = play([odd if rank == odd_rank else program for rank in range(nprocs)])
-    differing = next((names for names in zip(program, odd, strict=False) if names[0] != names[1]), None)
-    verdict = verdict_of(*played, returned=[odd_rank] if differing is None else [])  # it has called too few
-    if differing is not None and differing[0][0] == differing[1][0] == "barrier":  # barriers have no size
-        assert verdict is None
-    else:
-        assert (verdict.kind, verdict.blamed) == (ABSENT if differing is None else MISMATCH, (odd_rank,))
+    has_called_too_few = odd == program[: len(odd)]
+    verdict = verdict_of(*played, returned=[odd_rank] if has_called_too_few else [])
+    assert (verdict.kind, verdict.blamed) == (ABSENT if has_called_too_few else MISMATCH, (odd_rank,))

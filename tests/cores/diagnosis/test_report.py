@@ -13,15 +13,12 @@ from cores.diagnosis.evidence import (
     LOST_PEER,
     STOPPED,
     WAITS,
-    answer,
-    call,
     died,
     judge,
     raised,
     returned,
     stack,
     stopped,
-    waiting,
 )
 from mpwatch import Progress, RunFailedError
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
@@ -100,14 +97,6 @@ def test_a_silent_rank_is_reported_with_its_last_step_and_its_victims_in_one_lin
     assert str(result.failures[0]) == f"rank 0: {fate}"
     assert result.progress[2] == Progress(step=120, total=500, metrics={"loss": 0.5}, elapsed=4.5)
     assert (result.root_cause.elapsed, result.root_cause.stack) == (4.5, LOADS["stacks"])
-
-
-def test_a_silent_rank_is_reported_with_the_collective_that_it_has_not_joined():
-    late = {**STOPPED, "collectives": answer(1, call("barrier", 1))}
-    waits = [{**STOPPED, "collectives": answer(rank, waiting("barrier", 2))} for rank in (0, 2)]
-    text = "it has not joined barrier #2 (default group), in which ranks 0, 2 wait; its last collective was barrier #1"
-    lines = report(waits[0], late, waits[1], silent_ranks={0: 4.0, 1: 4.5, 2: 4.0}, heartbeat_timeout=5.0)
-    assert lines[0] == f"rank 1 was silent for 5.5 s (heartbeat_timeout=5); {text}: still at work"
 
 
 # --- places

@@ -1,7 +1,9 @@
 """Which rank is named as the slow one, in simulated trainings."""
 
+import math
 import random
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
@@ -15,57 +17,59 @@ PLACE = "data.py:41 in load"
 STACK = '  File "data.py", line 41 in load'
 
 
-@dataclass
+@dataclass(frozen=True)
+class Operation:
+    """A collective, of all ranks by default. With a root, as in a broadcast, they wait for the root only."""
+
+    name: str = "all_reduce"
+    group: str = "default"
+    ranks: tuple = ()
+    root: int | None = None
+
+
 class Training:
-    """Ranks that work, and then call collectives in which they wait for one another."""
+    """Before each operation of a step, a rank works `work(rng, rank, step, number of the operation)` seconds.
 
-    nprocs: int
-    work: object  # seconds that a rank works in a step
-    names: tuple = ("all_reduce",)  # in each step
-    is_async: bool = False  # then a step waits for all of its collectives at the end
-    now: float = 1000.0
-    calls: list = field(default_factory=list)  # name, group, sequence, entries by rank, when all have them
-    sequences: dict = field(default_factory=dict)
+    Then it waits for the others, or if the operations are asynchronous, at the end of the step.
+    """
 
-    def __post_init__(self):
-        self.free_at = [self.now] * self.nprocs
+    def __init__(self, work, operations=(Operation(),), nprocs=4, *, is_async=False):
+        self._work, self._operations, self._is_async = work, operations, is_async
+        self._rng, self._steps, self._sequences = random.Random(nprocs), 0, Counter()
+        self._calls = []  # the operation, its sequence number, when each rank has entered it, when it has ended
+        self._free_at = dict.fromkeys(range(nprocs), 1000.0)
 
-    def step(self, groups=None):
-        for group in groups or [("default", tuple(range(self.nprocs)))]:
-            name, ranks = group
-            for operation in self.names:
-                entries = {rank: self.free_at[rank] + self.work(rank, len(self.calls)) for rank in ranks}
-                self.call(operation, name, ranks, entries, is_async=self.is_async)
-        if self.is_async:
-            self.free_at = [max(self.free_at)] * self.nprocs
-
-    def call(self, operation, name, ranks, entries, *, is_async=False, root=None):
-        number = self.sequences[name, ranks] = self.sequences.get((name, ranks), 0) + 1
-        released_at = max(entries.values()) + COMMUNICATION
-        self.calls.append((operation, name, number, ranks, entries, released_at))
-        for rank in ranks:
-            awaited = entries[rank] if is_async else released_at if root is None else max(entries[rank], entries[root])
-            self.free_at[rank] = awaited
-
-    def answers(self, now):
-        return {rank: self._answer(rank, now + rank * 0.002) for rank in range(self.nprocs)}
+    def _do_step(self):
+        for number, operation in enumerate(self._operations):
+            self._sequences[operation.group] += 1
+            ranks = operation.ranks or self._free_at
+            entered = {rank: self._free_at[rank] + self._work(self._rng, rank, self._steps, number) for rank in ranks}
+            ended_at = max(entered.values()) + COMMUNICATION
+            self._calls.append((operation, self._sequences[operation.group], entered, ended_at))
+            for rank, at in entered.items():
+                awaited = ended_at if operation.root is None else entered[operation.root]
+                self._free_at[rank] = at if self._is_async else max(at, awaited)
+        if self._is_async:
+            self._free_at = dict.fromkeys(self._free_at, max(self._free_at.values()))
+        self._steps += 1
 
     def _answer(self, rank, now):
         found = []
-        for operation, name, number, ranks, entries, released_at in self.calls[-400:]:
-            if rank in ranks and entries[rank] <= now:
-                make = waiting if now < released_at else call
-                found.append(make(operation, number, 8, ranks=ranks, group=name, seconds=now - entries[rank]))
+        for operation, sequence, entered, ended_at in self._calls[-400:]:
+            if entered.get(rank, math.inf) <= now:
+                make = waiting if now < ended_at else call
+                more = {"ranks": tuple(entered), "group": operation.group, "seconds": now - entered[rank]}
+                found.append(make(operation.name, sequence, 8, **more))
         return answer(rank, *found[-64:], answered_at=now, place=PLACE, stack=STACK, has_all=len(found) <= 64)
 
-    def watch(self, seconds, finder, groups=None):
-        """Return what each check has found."""
-        found, check_at = [], min(self.free_at) + PERIOD
+    def watch(self, finder, seconds, *, silent=None):
+        """Return what each check has found. One rank may be silent."""
+        found, check_at = [], min(self._free_at.values()) + PERIOD
         end = check_at + seconds
         while check_at < end:
-            while min(self.free_at) < check_at + 0.1:
-                self.step(groups)
-            finder.add(self.answers(check_at))
+            while min(self._free_at.values()) < check_at + 0.1:
+                self._do_step()
+            finder.add({rank: self._answer(rank, check_at + rank * 0.002) for rank in self._free_at if rank != silent})
             found.append(finder.find())
             check_at += PERIOD
         return found
@@ -79,108 +83,75 @@ def heavy_tailed(rng):
     return STEP / 2 + min(rng.paretovariate(1.5) * STEP / 6, 1.0)
 
 
-def make_work(jitter, seed, slow_rank=None, slow=SLOW):
-    rng = random.Random(seed)
-    return lambda rank, _: jitter(rng) + (slow if rank == slow_rank else 0.0)
+def slow(seconds, slow_rank=1, until=math.inf, jitter=uniform):
+    return lambda rng, rank, step, _: jitter(rng) + (seconds if rank == slow_rank and step < until else 0.0)
+
+
+def load(seconds):
+    """Rank 3 is slow before the first operation of a step."""
+    return lambda rng, rank, _, number: 0.0005 if number else uniform(rng) + (seconds if rank == 3 else 0.0)
+
+
+def load_and_work(slow_rank):
+    return lambda rng, rank, _, number: STEP / 2 if number else uniform(rng) + (STEP if rank == slow_rank else 0.0)
+
+
+def run_ahead(_, rank, *__):
+    return STEP * (1 + rank)
+
+
+def work_in_second_group(rng, rank, _, number):
+    """Rank 2 waits for rank 3 in their own group, so it is last in its group with rank 0."""
+    return uniform(rng) / 2 + (2 * STEP if (rank, number) == (3, 1) else 0.0)
+
+
+MANY = [Operation()] * 10
+BUFFERS_FIRST = [Operation("broadcast", root=0), Operation()]
+TENSOR_PARALLEL = [Operation(group="tp 0", ranks=(0, 1)), Operation(group="tp 1", ranks=(2, 3))]
+DATA_PARALLEL = [Operation(group="dp 0", ranks=(0, 2)), Operation(group="dp 1", ranks=(1, 3))]
+CASES = {
+    # the ranks that are named at any check, the rank that is named at the last one, the training
+    "nobody": (set(), None, slow(0.0), {}),
+    "nobody of two": (set(), None, slow(0.0), {"nprocs": 2}),
+    "nobody, but any step may be long": (set(), None, slow(0.0, jitter=heavy_tailed), {}),
+    "nobody of two, but any step may be long": (set(), None, slow(0.0, jitter=heavy_tailed), {"nprocs": 2}),
+    "slow only at the beginning": (set(), None, slow(STEP, until=100), {}),
+    "slow for a while": ({1}, None, slow(STEP, until=400), {}),
+    "a small delay": (set(), None, lambda _, rank, *__: STEP + (0.001 if rank == 1 else 0.0), {}),
+    "a small delay in long steps": (set(), None, lambda _, rank, *__: 10 * STEP + (SLOW if rank == 1 else 0.0), {}),
+    "each rank in turn": (set(), None, lambda _, rank, step, __: STEP + (SLOW if rank == step % 4 else 0.0), {}),
+    "the buckets of DistributedDataParallel": (set(), None, load(0.0), {"operations": MANY, "is_async": True}),
+    "the same with a slow loader": ({3}, 3, load(2 * SLOW), {"operations": MANY, "is_async": True}),
+    "the layers of FullyShardedDataParallel": (set(), None, load(0.0), {"operations": MANY}),
+    "the same with one slow loader": ({3}, 3, load(2 * SLOW), {"operations": MANY}),
+    "the root of a broadcast": ({0}, 0, load_and_work(0), {"operations": BUFFERS_FIRST}),
+    "not the root of a broadcast": ({1}, 1, load_and_work(1), {"operations": BUFFERS_FIRST}),
+    "the root of broadcasts runs ahead": (set(), None, run_ahead, {"operations": BUFFERS_FIRST[:1], "nprocs": 2}),
+    "send is not judged": (set(), None, slow(STEP), {"operations": [Operation("send")]}),
+    "in another group": ({3}, 3, work_in_second_group, {"operations": [*TENSOR_PARALLEL, *DATA_PARALLEL]}),
+    "in another group, with layers": (
+        *({3}, 3, work_in_second_group),
+        {"operations": [*TENSOR_PARALLEL * 4, *DATA_PARALLEL]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("named", "last", "work", "options"), CASES.values(), ids=CASES)
+def test_which_rank_is_named(named, last, work, options):
+    found = [late and late.rank for late in Training(work, **options).watch(SlowRankFinder(), 60.0)]
+    assert (set(found) - {None}, found[-1]) == (named, last)
 
 
 @pytest.mark.parametrize("nprocs", [2, 4, 8])
-def test_a_slow_rank_is_named_with_its_place(nprocs):
-    training = Training(nprocs, make_work(uniform, 1, slow_rank=1, slow=STEP))
-    first, *_, last = training.watch(30.0, SlowRankFinder())
+def test_a_slow_rank_is_named_after_a_while_and_with_its_place(nprocs):
+    first, *_, last = Training(slow(STEP), nprocs=nprocs).watch(SlowRankFinder(), 30.0)
     assert first is None
     assert (last.rank, last.place, last.stack) == (1, PLACE, STACK)
     assert 0.3 < last.share < 0.55
 
 
-@pytest.mark.parametrize("jitter", [uniform, heavy_tailed])
-@pytest.mark.parametrize("nprocs", [2, 4])
-def test_nobody_is_named_in_a_sound_run(nprocs, jitter):
-    assert set(Training(nprocs, make_work(jitter, 2)).watch(40.0, SlowRankFinder())) == {None}
-
-
-def test_a_rank_that_is_slow_only_at_the_beginning_is_not_named():
-    rng = random.Random(3)
-    training = Training(4, lambda rank, number: uniform(rng) + (STEP if rank == 2 and number < 100 else 0.0))
-    assert set(training.watch(30.0, SlowRankFinder())) == {None}
-
-
-def test_a_rank_that_was_slow_is_forgotten():
-    rng, slow_until = random.Random(4), 600
-    training = Training(4, lambda rank, number: uniform(rng) + (STEP if rank == 2 and number < slow_until else 0.0))
-    found = training.watch(80.0, SlowRankFinder())
-    assert {late.rank for late in found if late is not None} == {2}
-    assert found[-1] is None
-
-
-def test_a_small_or_rare_delay_names_nobody():
-    small = Training(4, lambda rank, _: STEP + (0.001 if rank == 1 else 0.0))
-    of_long_steps = Training(4, lambda rank, _: 10 * STEP + (SLOW if rank == 1 else 0.0))
-    rare = Training(4, lambda rank, number: STEP + (SLOW if rank == number % 4 else 0.0))
-    assert {late for training in (small, of_long_steps, rare) for late in training.watch(30.0, SlowRankFinder())} == {None}
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("slow", [0.0, SLOW * 2])
-def test_a_step_with_many_collectives(is_async, slow):
-    """As the buckets of DistributedDataParallel, and the layers of FullyShardedDataParallel. The loader is slow."""
-    rng, number_of_calls = random.Random(5), 10
-
-    def work(rank, number):
-        is_first = number % number_of_calls == 0
-        return (uniform(rng) + (slow if rank == 3 else 0.0)) if is_first else 0.0005
-
-    last = Training(4, work, names=("all_reduce",) * number_of_calls, is_async=is_async).watch(60.0, SlowRankFinder())[-1]
-    assert last.rank == 3 if slow else last is None
-
-
-@pytest.mark.parametrize("slow_rank", [0, 1])
-def test_a_broadcast_before_the_collectives_of_a_step(slow_rank):
-    """As the buffers of a model. Its root waits for nobody, and the others only for the root."""
-    rng, finder = random.Random(6), SlowRankFinder()
-    training, ranks = Training(4, None), tuple(range(4))
-
-    def step(_groups):
-        loaded = {rank: training.free_at[rank] + uniform(rng) + (STEP if rank == slow_rank else 0.0) for rank in ranks}
-        training.call("broadcast", "default", ranks, loaded, root=0)
-        worked = {rank: training.free_at[rank] + STEP / 2 for rank in ranks}
-        training.call("all_reduce", "default", ranks, worked)
-
-    training.step = step
-    assert training.watch(40.0, finder)[-1].rank == slow_rank
-
-
-def test_ranks_that_run_ahead_do_not_wait():
-    """The root of a broadcast comes to the next ones long before the others."""
-    training, ranks = Training(2, None), (0, 1)
-
-    def step(_groups):
-        entries = {rank: training.free_at[rank] + STEP * (1 + rank) for rank in ranks}
-        training.call("broadcast", "default", ranks, entries, root=0)
-
-    training.step = step
-    assert set(training.watch(20.0, SlowRankFinder())) == {None}
-
-
-def test_send_and_recv_are_not_judged():
-    training = Training(4, make_work(uniform, 6, slow_rank=1, slow=STEP), names=("send",))
-    assert set(training.watch(30.0, SlowRankFinder())) == {None}
-
-
-@pytest.mark.parametrize("layers", [1, 4])
-def test_the_victim_of_a_slow_rank_in_another_group_is_not_named(layers):
-    """Rank 2 waits for rank 3 in their own group, so it is last in its group with rank 0."""
-    rng = random.Random(7)
-    groups = [*[("tp 0", (0, 1)), ("tp 1", (2, 3))] * layers, ("dp 0", (0, 2)), ("dp 1", (1, 3))]
-    training = Training(
-        4, lambda rank, number: uniform(rng) / 2 + (STEP * 2 if (rank, number % len(groups)) == (3, 1) else 0.0)
-    )
-    found = {late.rank for late in training.watch(60.0, SlowRankFinder(), groups) if late is not None}
-    assert found == {3}
-
-
 def test_a_rank_that_does_not_answer_once_is_not_missed():
-    training, finder = Training(4, make_work(uniform, 8, slow_rank=1, slow=STEP)), SlowRankFinder()
-    training.watch(10.0, finder)
-    finder.add({rank: answer for rank, answer in training.answers(training.now + 12.0).items() if rank})
-    assert training.watch(20.0, finder)[-1].rank == 1
+    training, finder = Training(slow(STEP)), SlowRankFinder()
+    training.watch(finder, 10.0)
+    training.watch(finder, PERIOD, silent=0)
+    assert training.watch(finder, 20.0)[-1].rank == 1
