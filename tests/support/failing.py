@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import sys
 import threading
 
 import mpwatch
@@ -67,29 +66,6 @@ def state_of(pid):
         return None
     with open(f"/proc/{pid}/stat") as text:
         return text.read().rpartition(")")[2].split()[0]
-
-
-class RefusesAttributesError(Exception):
-    def __setattr__(self, name, value):
-        raise AttributeError(name)
-
-
-class ExitsInStrError(Exception):
-    def __str__(self):
-        return str(sys.exit(0))
-
-
-class HidesItsArgumentsError(Exception):
-    @property
-    def args(self):
-        raise RuntimeError("no arguments")
-
-
-def nested_group(depth):
-    error = ValueError("innermost")
-    for _ in range(depth):
-        error = ExceptionGroup("one", [error])
-    return error
 
 
 def wait_in_a_thread():

@@ -26,11 +26,6 @@ def worker(rank, ranks):
     return Worker(rank=rank, local_rank=rank, role_rank=rank, **sizes, run_id="test", master_addr="here", master_port=1)
 
 
-def test_cores_are_read_with_their_threads_and_numa_nodes(machine):
-    cores = read(machine.add_sockets(2, 2, threads=2), range(8))
-    assert cores == [Core((0, 4), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1)]
-
-
 def test_cores_of_one_node_are_neighbours_even_if_numbers_alternate(machine):
     """Some firmware numbers CPUs in turn: the even ones are in package 0."""
     machine.add_node(0, "0,2,4,6").add_node(1, "1,3,5,7")

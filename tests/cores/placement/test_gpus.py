@@ -84,14 +84,46 @@ def test_a_machine_without_gpus_or_with_odd_files_has_none(machine):
 # ---- Placement(gpus="own")
 
 
-@pytest.mark.parametrize("entries", [["2", "3"], ["GPU-2222", "GPU-3333"], [MIG, f"MIG-{UUIDS[0]}/1/0"]])
-def test_each_rank_sees_one_gpu_of_the_list(machine, entries):
-    machine.add_torch("cuda").add_nvidia_gpus([0] * 8)
-    assert device_variables(machine) == [{CUDA: "0"}, {CUDA: "1"}]
-    expected = [{CUDA: entry} for entry in entries]
-    assert device_variables(machine, env={CUDA: ",".join(entries)}) == expected
-    machine.set_variables({CUDA: ",".join(entries)})
-    assert device_variables(machine) == expected
+MIGS = MIG, f"MIG-{UUIDS[0]}/1/0"
+SET_ZE = "there is no GPU that the ranks can see; set ZE_AFFINITY_MASK to a list such as '0,1', or leave"
+ONE = r"there is only 1 GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES='1'\); use nprocs=1 at most"
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "expected"),
+    [
+        # the variable and the values of both ranks
+        ("cuda", {}, (CUDA, "0", "1")),
+        ("cuda", {CUDA: "2,3"}, (CUDA, "2", "3")),
+        ("cuda", {CUDA: "GPU-2222,GPU-3333"}, (CUDA, "GPU-2222", "GPU-3333")),
+        ("cuda", {CUDA: ",".join(MIGS)}, (CUDA, *MIGS)),
+        ("hip", {}, (HIP, "0", "1")),
+        ("hip", {HIP: "3,2"}, (HIP, "3", "2")),
+        ("hip", {CUDA: "3,2"}, (CUDA, "3", "2")),
+        ("xpu", {ZE: "0.0,0.1"}, (ZE, "0.0", "0.1")),
+        # fewer GPUs than ranks
+        ("cuda", {CUDA: "1"}, ONE),
+        ("cuda", {CUDA: "0,x,1"}, "there is only 1 GPU"),
+        (
+            "cuda",
+            {CUDA: ""},
+            r"there is no GPU .*CUDA_VISIBLE_DEVICES=''\); set CUDA_VISIBLE_DEVICES to a list such as '0,1', or",
+        ),
+        ("xpu", {}, SET_ZE),
+        ("xpu", {ZE: "0"}, "there is only 1 GPU"),
+    ],
+)
+def test_each_rank_sees_one_gpu_of_the_list(machine, kind, variables, expected):
+    machine.add_torch(kind).add_nvidia_gpus([0] * 4)
+    if kind == "hip":
+        machine.add_amd_gpus([0, 0, 1, 1])
+    machine.set_variables(variables)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"needs 2 GPUs, one for each rank of this machine, but {expected}"):
+            device_variables(machine)
+    else:
+        variable, *values = expected
+        assert device_variables(machine) == [{variable: value} for value in values]
 
 
 def test_env_may_choose_the_device_of_a_rank(machine):
@@ -99,50 +131,9 @@ def test_env_may_choose_the_device_of_a_rank(machine):
     first, no_device = {CUDA: "0"}, {CUDA: ""}
     assert device_variables(machine, env=first) == [first, first]  # fewer GPUs than ranks, but the user shares them
     machine.add_nvidia_gpus([0, 0])
+    assert device_variables(machine, env={CUDA: "1,0"}) == [{CUDA: "1"}, {CUDA: "0"}]
     assert device_variables(machine, env=no_device) == [no_device, no_device]
     assert device_variables(machine, env=lambda worker: {} if worker.rank else first) == [first, {CUDA: "1"}]
-
-
-IN_ENVIRONMENT = r"that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES="
-
-
-@pytest.mark.parametrize(
-    ("variables", "found"),
-    [
-        ({}, "there are only 2 GPUs that the ranks can see; use nprocs=2 at most"),
-        ({CUDA: "1"}, rf"there is only 1 GPU {IN_ENVIRONMENT}'1'\); use nprocs=1 at"),
-        ({CUDA: ""}, rf"there is no GPU {IN_ENVIRONMENT}''\); set CUDA_VISIBLE_DEVICES to a list such as '0,1', or leave"),
-        ({CUDA: "0,x,1"}, "there is only 1 GPU"),
-    ],
-)
-def test_fewer_gpus_than_ranks(machine, variables, found):
-    machine.add_torch("cuda").add_nvidia_gpus([0, 0])
-    machine.set_variables(variables)
-    with pytest.raises(ValueError, match=rf"needs 3 GPUs, one for each rank of this machine, but {found}"):
-        device_variables(machine, 3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "variables", "expected"),
-    [
-        ("hip", {HIP: "3,2"}, {HIP: "2"}),
-        ("hip", {CUDA: "3,2"}, {CUDA: "2"}),
-        ("hip", {}, {HIP: "1"}),
-        ("xpu", {ZE: "0.0,0.1"}, {ZE: "0.1"}),
-        ("xpu", {}, "there is no GPU that the ranks can see; set ZE_AFFINITY_MASK to a list such as '0,1'"),
-        ("xpu", {ZE: "0"}, "there is only 1 GPU"),
-    ],
-)
-def test_gpus_of_other_makers(machine, kind, variables, expected):
-    machine.add_torch(kind)
-    if kind == "hip":
-        machine.add_amd_gpus([0, 0, 1, 1])
-    machine.set_variables(variables)
-    if isinstance(expected, dict):
-        assert device_variables(machine)[1] == expected
-    else:
-        with pytest.raises(ValueError, match=expected):
-            device_variables(machine)
 
 
 # ---- the NUMA nodes of GPUs, and what follows for ranks

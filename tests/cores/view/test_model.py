@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,12 +71,7 @@ def test_the_row_of_a_rank():
     assert row_cells(started, later) == ("0", "late, restart 2", "7", DASH, "", "1.5 GB", "150 %", "1.0 s ago")
     ended = status(now=3.0, heartbeat_at=0.0, state=WorkerState.SUCCEEDED)
     assert row_cells(started, ended) == ("0", "returned", DASH, DASH, "", "5 MB", DASH, DASH)
-
-
-def test_the_slow_rank():
-    assert row_cells(status(1, restart_count=2, lateness=LATE))[1] == "running, restart 2, slow (42 %)"
-    summary = dict(formatting.format_summary(snapshot_of(status(0), status(1, lateness=LATE))))
-    assert summary["slow"] == "rank 1: the others wait for 42 % of the time"
+    assert row_cells(status(restart_count=2, lateness=LATE))[1] == "running, restart 2, slow (42 %)"
 
 
 def test_names_of_metrics_are_escaped():
@@ -113,26 +109,22 @@ def test_the_overall_line(line, statuses):
 def test_more_than_sixteen_ranks_are_summarized():
     assert not formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(16))))
     assert formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(17))))
+    assert "maximum 16" in render_html(snapshot_of(*statuses_with_steps(*range(17))))
     builder = SnapshotBuilder()
     usage = {"memory": 2000 * MB, "heartbeat_at": 9.0}
     builder.update(statuses_with_steps(*range(64), at=8.0, cpu_seconds=1.0, **usage))
     ranks = statuses_with_steps(*range(100, 162), at=10.0, cpu_seconds=3.0, **usage)
+    ranks[0] = replace(ranks[0], lateness=LATE)
     ranks += [status(62, 500, now=10.0, **DONE), status(63, now=10.0, state=WorkerState.FAILED)]
     assert formatting.format_summary(builder.update(ranks)) == [
         ("ranks", "64 ranks: 62 running, 1 returned, 1 failed"),
         ("steps", "minimum 100, median 131, maximum 500"),
         ("slowest", "rank 0 (100 of 100), rank 1 (101 of 100), rank 2 (102 of 100)"),
+        ("slow", "rank 1: the others wait for 42 % of the time"),
         ("all ranks", "memory 128 GB in total, 2 GB at most in one rank, CPU 6200 %"),
         ("heartbeat", "of every rank in the last 1.0 s"),
     ]
     assert "slowest" not in dict(formatting.format_summary(snapshot_of(*statuses_with_steps(*[7] * 20))))
-
-
-def test_a_table_for_a_notebook():
-    html = render_html(snapshot_of(*statuses_with_steps(25, 50)))
-    assert '<progress value="0.2500" max="1"></progress> <b>step 25 of 100 (25 %); 2 ranks running</b>' in html
-    assert html.count("<tr>") == 3
-    assert "maximum 19" in render_html(snapshot_of(*statuses_with_steps(*range(20))))
 
 
 def render_lines(*statuses, columns=100, rows=40, encoding="utf-8"):
