@@ -24,7 +24,7 @@ from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.pack_call import pack_spec
-from mpwatch.watcher.restarts.run_controller import run_single_node
+from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import refuse_signals
 
@@ -200,10 +200,10 @@ def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any)
     check_host()
     make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
-        return run_single_node(spec, make_view, **details)
-    from mpwatch.nodes.run_controller import run_multi_node
+        return RunController(spec).run(make_view, **details)
+    from mpwatch.nodes.run_controller import MultiNodeRunController
 
-    return run_multi_node(spec, make_view, **details)
+    return MultiNodeRunController(spec).run(make_view, **details)
 
 
 @overload
@@ -235,8 +235,12 @@ def submit(
     spec = _make_spec("submit", fn, nprocs, options)
     refuse_signals(spec)
     handle = make_handle(spec, check=check)
-    handle._enter_queue()
-    handle._decide()  # from now on `cancel` returns False
+    try:
+        handle._start()
+        handle._decide()  # from now on `cancel` returns False
+    except BaseException:
+        handle.terminate()
+        raise
     return handle
 
 
@@ -247,7 +251,7 @@ def make_handle(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check
     __tracebackhide__ = True
     check_host()
     payload = pack_spec(spec)
-    handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
+    handle = RunHandle(lambda on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
     add_call(handle._ask_to_stop)
     return handle
 

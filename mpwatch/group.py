@@ -3,11 +3,9 @@
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, is_exiting
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, Unpack
 
@@ -22,7 +20,8 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.group_ranks import CLOSED, GroupRanks, OnStart
+from mpwatch.watcher.caller import OnStart
+from mpwatch.watcher.group_ranks import GroupCall, GroupRanks
 from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
@@ -91,13 +90,10 @@ class WorkerGroup:
         self._queue = RankQueue(len(self._all_ranks))
         self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
-        self._is_closed = False
         self._ranks = GroupRanks(self._spec, partial(select_view, self._spec.progress))
-        # At the end of a program multiprocessing joins its children without a limit. It runs this finalizer before, also in
-        # processes of multiprocessing, which do not run atexit functions.
-        self._at_end = Finalize(None, _end_at_exit, (self._handles, self._ranks), exitpriority=10)
-        self._finalizer = weakref.finalize(self, _end_unclosed_group, self._ranks, self._at_end, self._pid)
-        self._finalizer.atexit = False
+        # Called when the group is deleted, and at the end of the program: before multiprocessing joins its children without
+        # a limit, and also in processes of multiprocessing, which do not run atexit functions. Not in a fork.
+        self._finalizer = Finalize(self, _end_unclosed_group, (self._handles, self._ranks), exitpriority=10)
         try:
             self._ranks.start()
         except BaseException as error:
@@ -147,7 +143,10 @@ class WorkerGroup:
         """
         __tracebackhide__ = True  # as in mpwatch.run
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
-        return self._run_exclusively("run", call.ranks, partial(self._run, call, on_start=None, check=self._check))
+        result = self._run_exclusively("run", call.ranks, partial(self._run, call))
+        if self._check:
+            raise_if_failed(result)
+        return result
 
     def submit(
         self,
@@ -184,17 +183,22 @@ class WorkerGroup:
         __tracebackhide__ = True
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
         self._check_process("submit")
-        self._check_open()
-        handle: RunHandle[T] = RunHandle(
-            partial(self._run_submitted, call),
-            self._queue,
-            call.ranks,
-            check=self._check,
-            is_in_call=self._call_lock.is_locked,
-        )
+        self._ranks.check_open()
+
+        def execute(on_start: OnStart) -> RunResult[T]:
+            with self._call_lock.lock:
+                return self._run(call, ticket, on_start)
+
+        handle: RunHandle[T] = RunHandle(execute, call.ranks, check=self._check, is_in_call=self._call_lock.is_locked)
+        queue, ticket = self._queue, Ticket(call.ranks, handle._start, handle.done)
+        handle.add_done_callback(lambda _: queue.update())  # first, since another callback may call the group again
         self._handles.add(handle)
         handle.add_done_callback(self._handles.discard)
-        handle._enter_queue()
+        try:
+            queue.enter(ticket)
+        except BaseException:
+            handle.terminate()
+            raise
         return handle
 
     def close(self) -> None:
@@ -229,7 +233,7 @@ class WorkerGroup:
             RuntimeError: the group is closed, or belongs to another process.
         """
         self._check_process("stacks")
-        self._check_open()
+        self._ranks.check_open()
         return self._ranks.take_stacks()
 
     @property
@@ -238,7 +242,7 @@ class WorkerGroup:
 
         The state is UNHEALTHY if the next call must restart the ranks, or if the heartbeat of a rank is late.
         """
-        return WorkerState.STOPPED if self._is_closed else self._ranks.state
+        return self._ranks.state
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -270,7 +274,7 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
         ranks: SupportsIndex | Iterable[SupportsIndex] | None,
-    ) -> "_GroupCall":
+    ) -> GroupCall:
         __tracebackhide__ = True
         check_call(fn, args, kwargs)
         called = check_ranks(ranks, len(self._all_ranks))
@@ -279,27 +283,20 @@ class WorkerGroup:
             timeout = self._spec.timeout
         else:
             check_seconds("timeout", timeout, at_least="more than 0")
-        return _GroupCall(fn, *arguments, timeout, called)
+        return GroupCall(fn, *arguments, timeout, called)
 
-    def _run_submitted(self, call: "_GroupCall", ticket: Ticket, on_start: OnStart) -> RunResult[Any]:
-        with self._call_lock.lock:
-            return self._run(call, ticket, on_start=on_start, check=False)
-
-    def _run(self, call: "_GroupCall", ticket: Ticket, *, on_start: OnStart | None, check: bool) -> RunResult[Any]:
+    def _run(self, call: GroupCall, ticket: Ticket, on_start: OnStart | None = None) -> RunResult[Any]:
         __tracebackhide__ = True
         result: RunResult[Any] | None = None
         while result is None:
-            self._check_open()
-            some = None if len(call.ranks) == len(self._all_ranks) else call.ranks
-            if some is not None and self._ranks.lacks_process_group:
+            self._ranks.check_open()
+            if len(call.ranks) < len(self._all_ranks) and self._ranks.lacks_process_group:
                 result = self._make_process_group(call, ticket)
             else:
-                result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, some, on_start=on_start)
-        if check:
-            raise_if_failed(result)
+                result = self._ranks.call(call, on_start)
         return result
 
-    def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
+    def _make_process_group(self, call: GroupCall, ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make torch's process group before a call of some ranks, unless another call has done it meanwhile.
 
         Return the result of a failure, or None to check again.
@@ -307,18 +304,16 @@ class WorkerGroup:
         self._queue.widen(ticket)
         result = None
         if len(ticket.needed) == len(self._all_ranks) and self._ranks.lacks_process_group:
-            result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
+            result = self._ranks.call(GroupCall(do_nothing, (), {}, call.timeout, tuple(self._all_ranks), has_view=False))
         self._queue.narrow()
         return None if result is None or result.state is WorkerState.SUCCEEDED else result
 
     def _close(self, reason: str = "") -> None:
-        self._is_closed = True
         try:
             self._ranks.close()
         finally:
             if not self._ranks.has_ranks:  # otherwise an exception came before they were asked to exit
-                self._finalizer.detach()
-                self._at_end.cancel()
+                self._finalizer.cancel()
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
@@ -333,7 +328,7 @@ class WorkerGroup:
                 return action(ticket)
         finally:
             ticket.has_left = True  # if an exception prevents the rest, the call is in nobody's way
-            self._queue.leave(ticket)
+            self._queue.update()
 
     def _check_caller(self, method: str) -> None:
         __tracebackhide__ = True
@@ -350,20 +345,6 @@ class WorkerGroup:
                 f"{method}() was called in a fork of the process that owns this WorkerGroup; make another group in the fork"
             )
 
-    def _check_open(self) -> None:
-        __tracebackhide__ = True
-        if self._is_closed:
-            raise RuntimeError(CLOSED)
-
-
-@dataclass(frozen=True)
-class _GroupCall:
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    timeout: float | None
-    ranks: tuple[int, ...]
-
 
 class _LockOfThread(threading.local):
     def __init__(self) -> None:
@@ -377,15 +358,12 @@ def do_nothing() -> None:
     """Let all ranks make torch's process group: with `backend`, each one joins it before it calls a function."""
 
 
-def _end_at_exit(handles: "set[RunHandle[Any]]", ranks: GroupRanks) -> None:
-    for handle in list(handles):
-        handle.cancel()
-    ranks.shut_down_at_exit()
-
-
-def _end_unclosed_group(ranks: GroupRanks, at_end: Finalize, pid: int) -> None:
-    if os.getpid() == pid:  # not at the end of a fork
-        at_end.cancel()
+def _end_unclosed_group(handles: "set[RunHandle[Any]]", ranks: GroupRanks) -> None:
+    if is_exiting():
+        for handle in list(handles):
+            handle.cancel()
+        ranks.shut_down_at_exit()
+    else:
         ranks.shut_down_in_background()
         # This comes last, since it raises where warnings are errors.
         warnings.warn("a WorkerGroup was not closed; its ranks are asked to exit", ResourceWarning, stacklevel=2)

@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, wait
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,14 +17,12 @@ from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher import program_end
-from mpwatch.watcher.caller import Caller
+from mpwatch.watcher.caller import Caller, OnStart
 from mpwatch.watcher.machine.transitions import InterruptCause
-from mpwatch.watcher.rank_queue import RankQueue, Ticket
 from mpwatch.wire.resource_errors import with_remedy
 
 T = TypeVar("T")
 V = TypeVar("V")
-OnStart = Callable[[Caller], object]  # see GroupRanks.call
 
 
 class RunHandle(Future[RunResult[T]]):
@@ -39,12 +36,10 @@ class RunHandle(Future[RunResult[T]]):
     `request_stop`, `progress` and `stacks` raise RuntimeError, and `cancel` returns False.
     """
 
-    # A thread executes the run or the call. The thread starts when the ranks of the call are free. A run needs no ranks of a
-    # group, so its thread starts at once.
+    # A thread executes the run or the call. It starts when the ranks of the call are free; that of a run starts at once.
     def __init__(
         self,
-        execute: Callable[[Ticket, OnStart], RunResult[T]],  # must call its second argument with each new Caller
-        queue: RankQueue | None = None,
+        execute: Callable[[OnStart], RunResult[T]],  # must call its argument with each new Caller
         ranks: Collection[int] = (),
         *,
         check: bool,
@@ -52,10 +47,8 @@ class RunHandle(Future[RunResult[T]]):
     ) -> None:
         super().__init__()
         program_end.prepare()
-        self._run: Callable[[Ticket, OnStart], RunResult[T]] | None = execute  # None: it has begun, or never will
-        self._queue = queue or RankQueue(1)
+        self._run: Callable[[OnStart], RunResult[T]] | None = execute  # None: it has begun, or never will
         self._ranks = ranks
-        self._ticket = Ticket(ranks, self._start)
         self._check = check
         self._is_in_call = is_in_call
         self._lock = threading.RLock()  # a signal handler may cancel or end the call
@@ -98,10 +91,8 @@ class RunHandle(Future[RunResult[T]]):
         """
         if os.getpid() != self._pid or not super().cancel():
             return False
-        self._ticket.has_left = True  # if Ctrl-C prevents the rest, the call is in nobody's way
         self._decide()
         self._run = None
-        self._queue.leave(self._ticket)
         return True
 
     def request_stop(self) -> None:
@@ -193,13 +184,6 @@ class RunHandle(Future[RunResult[T]]):
 
         return asyncio.wrap_future(self).__await__()
 
-    def _enter_queue(self) -> None:
-        try:
-            self._queue.enter(self._ticket)
-        except BaseException:
-            self.terminate()
-            raise
-
     def _interrupt(self) -> None:
         with self._lock:
             self._is_interrupted = True
@@ -232,7 +216,8 @@ class RunHandle(Future[RunResult[T]]):
                 return
             except RuntimeError as error:
                 launch_error = LaunchError(with_remedy("the call cannot have a thread of its own", error))
-        self._set_outcome(partial(self.set_exception, launch_error))
+        if self._decide():
+            self.set_exception(launch_error)
 
     def _execute(self) -> None:
         run, self._run = self._run, None
@@ -240,13 +225,16 @@ class RunHandle(Future[RunResult[T]]):
             return
         self._started_at = monotonic()
         try:
-            result = run(self._ticket, self._begin)
+            try:
+                result = run(self._begin)
+            finally:
+                self._call = None
             if self._check:
                 raise_if_failed(result)
         except BaseException as error:  # noqa: BLE001  `result` raises it
-            self._set_outcome(partial(self.set_exception, error))
+            self.set_exception(error)
         else:
-            self._set_outcome(partial(self.set_result, result))
+            self.set_result(result)
 
     def _decide(self) -> bool:
         """Return whether the call begins. If it does not, wake up the threads in `concurrent.futures.wait`."""
@@ -263,12 +251,6 @@ class RunHandle(Future[RunResult[T]]):
                 self._interrupt()
             elif self._stop_cause:
                 call.signals.request_stop(self._stop_cause)
-
-    def _set_outcome(self, set_it: Callable[[], None]) -> None:
-        self._queue.leave(self._ticket)  # first, since a callback of the future may call the group again
-        if self._decide():
-            self._call = None
-            set_it()
 
     def _select(self, by_rank: Mapping[int, V]) -> dict[int, V]:
         ranks = self._ranks or by_rank

@@ -65,7 +65,7 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
                     if spec.stop_signals:
                         handle._execute()  # here, since Python runs signal handlers in the main thread only
                     else:
-                        handle._enter_queue()
+                        handle._start()
                     return NodeOutcome.pack(handle.result())
                 finally:
                     link.send("end", None)

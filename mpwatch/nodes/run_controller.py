@@ -11,8 +11,7 @@ unpickling. If `retry_if` or `env` raises an exception, the run ends.
 """
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
-from mpwatch.live_view.select import MakeView
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size, make_lost_failures
 from mpwatch.nodes.job_verdict import make_records
 from mpwatch.nodes.json_codec import InvalidMessageError
@@ -53,15 +51,11 @@ from mpwatch.watcher.diagnosis.failures import has_returned
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
-from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups
-from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
-from mpwatch.watcher.restarts.run_controller import RunController, make_empty_result, publish_outcomes
-from mpwatch.watcher.signals import check_stop_signals
+from mpwatch.watcher.restarts.restart_budget import RestartBudget, find_no_restart_reason
+from mpwatch.watcher.restarts.run_controller import RestartGroup, RunController, make_empty_result, publish_outcomes
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.pickling.call_payload import Payload
 
 T = TypeVar("T")
 MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
@@ -77,12 +71,12 @@ OUTCOMES = {
 class MultiNodeRunController(RunController[T]):
     """This node's part of a run of several nodes, in the caller's thread, except `_start_attempt`."""
 
-    def __init__(self, spec: WorkerSpec[T], event_bus: EventBus, node_thread: NodeThread) -> None:
-        super().__init__(spec, event_bus)
+    def __init__(self, spec: WorkerSpec[T]) -> None:
+        super().__init__(spec)
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
-        self._node_thread = node_thread
-        self.job_decision: AttemptDecision | None = None  # the decision that has ended the job
+        self._node_thread: NodeThread
+        self._job_decision: AttemptDecision | None = None  # the decision that has ended the job
         self._latest_decision: AttemptDecision | None = None
         self._latest_start: StartAttempt | None = None
         self._job_failures: dict[int, ProcessFailure] = {}  # the failures in the latest decision, by rank
@@ -90,28 +84,38 @@ class MultiNodeRunController(RunController[T]):
         self._latest_call: Call | None = None  # that was not handled yet
         self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # these wait for the decision of the job
 
-    def follow_job(self, caller: Caller, payload: Payload) -> None:
-        """Take part in the job until its end, or until this node is interrupted. Then no rank is left.
+    def _make_watcher(self, resources: ExitStack) -> Watcher:
+        self._node_thread = NodeThread(self._spec, self._deadline)
+        resources.callback(self._node_thread.release)
+        watcher = Watcher(self._spec, self._event_bus, keep_ranks=False, node=self._node_thread)
+        resources.callback(watcher.close_when_finished)
+        resources.enter_context(closing(self._node_thread))
+        return watcher
 
-        Raises LaunchError, and what `retry_if` and `env` raise.
-        """
-        self._prepare(caller, payload)
-        self._node_thread.start(caller.watcher, self._start_attempt)
+    def _follow(self, caller: Caller) -> None:
+        """Take part in the job until its end, or until this node is interrupted."""
+        self._node_thread.start(self._watcher, self._start_attempt)
         caller.serve = self._serve
         caller.wait(self._is_over)
-        self._watcher.post(self._watcher.loop.end)
-        caller.wait(lambda: False)
+
+    def _leave(self, caller: Caller) -> None:
+        if self._job_decision is not None:
+            self._node_thread.acknowledge_shutdown()
+        elif len(caller.signals.received) > 1:  # the user asks for a faster end
+            self._node_thread.finish_within(0.0)
 
     def _start_attempt(self, setups: list[RankSetup]) -> None:  # in the node thread
-        self._calls = {}  # replaced, since the caller's thread may be reading it
-        self._latest_call = self._start(setups)
+        call = self._start(setups)
+        last = self._groups[0].last if self._groups else None
+        self._groups = [RestartGroup(call, RestartBudget(self._spec.policy), last)]
+        self._latest_call = call
 
     def _is_over(self) -> bool:
         call = self._latest_call
         if call is not None and not call.has_ended():
             return False
         is_interrupted = call is not None and call.evidence is not None and call.evidence.signum is not None
-        return self.job_decision is not None or is_interrupted or self._watcher.loop.interrupted is not None
+        return self._job_decision is not None or is_interrupted or self._watcher.loop.interrupted is not None
 
     def _serve(self) -> None:
         try:
@@ -127,20 +131,21 @@ class MultiNodeRunController(RunController[T]):
             self._abort(error)  # first, since the watcher then stops the ranks, as if for a signal
             raise
 
-    def build_result(self) -> RunResult[T]:
-        for evidence in self.list_evidence():
-            if evidence.attempt not in {attempt.number for attempt in self._attempts}:
-                self._record_attempt(evidence)  # it was interrupted, so it was not reported
+    def _build_result(self) -> RunResult[T]:
+        for group in self._groups:
+            evidence = group.evidence
+            if evidence is not None and evidence.attempt not in {attempt.number for attempt in self._attempts}:
+                self._record_attempt(group, evidence)  # it was interrupted, so it was not reported
         empty = make_empty_result(self._watcher.loop.interrupted)
-        local = next((result for _, result in self._last_attempts.values()), empty)
+        local = next((group.last[1] for group in self._groups if group.last is not None), empty)
         self._publish_pending_outcomes()
         result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
         self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else result.verdict)
-        return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
+        return replace(result, events=tuple(self._event_bus.events), elapsed=monotonic() - self._started_at)
 
-    def end_with_error(self, error: BaseException) -> None:
+    def _end_with_error(self, error: BaseException) -> None:
         self._abort(error)
-        super().end_with_error(error)
+        super()._end_with_error(error)
 
     def _abort(self, error: BaseException) -> None:
         """Report the error to the coordinator, with the failures of this node that the other nodes do not know yet."""
@@ -164,7 +169,7 @@ class MultiNodeRunController(RunController[T]):
         self._latest_decision = decision = self._restore_root_cause(update)
         self._record_decision(decision)
         if decision.ends_job:
-            self.job_decision = decision
+            self._job_decision = decision
             if decision.next_step is NextStep.FAILED and self._latest_start is None:
                 raise LaunchError(decision.reason)
 
@@ -187,16 +192,12 @@ class MultiNodeRunController(RunController[T]):
             )
             for local_rank in range(self._spec.nprocs)
         ]
-        ranks = self.event_bus.ranks = [worker.rank for worker in workers]
+        ranks = self._event_bus.ranks = [worker.rank for worker in workers]
         facts |= {"attempt": start.attempt, "job": self._rendezvous.run_id, "role_rank": start.first_role_rank}
-        self.event_bus.publish(RendezvousCompleted, ranks, **facts)
+        self._event_bus.publish(RendezvousCompleted, ranks, **facts)
         setups = build_rank_setups(self._spec, workers)
         start_ranks = partial(self._node_thread.start_ranks, start.attempt, setups)
         self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, start_ranks)
-
-    def _record_attempt(self, evidence: AttemptObservations) -> RunResult[T]:
-        self._last_attempts.clear()  # not before: a signal may come before the next attempt
-        return super()._record_attempt(evidence)
 
     def _is_start_counted(self, attempt: int) -> bool:
         return attempt > 0 and self._latest_start is not None and self._latest_start.is_counted
@@ -207,7 +208,7 @@ class MultiNodeRunController(RunController[T]):
         ranks = observations.ranks
         returned = [rank for rank, observed in ranks.items() if has_returned(observations, observed)]
         pids = {rank: observed.pid for rank, observed in ranks.items()}
-        result = self._record_attempt(observations)
+        result = self._record_attempt(self._groups[0], observations)
         records = make_records(get_all_collectives(observations), returned, pids)
         stop_reason = observations.stop_reason
         assert stop_reason is not None
@@ -257,9 +258,9 @@ class MultiNodeRunController(RunController[T]):
             state = WorkerState.STOPPED  # since nodes wait to join. Failures of ranks are only consequences of the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
         if not decision.ends_job:
-            self.event_bus.publish(
+            self._event_bus.publish(
                 Restarting,
-                self.event_bus.ranks,
+                self._event_bus.ranks,
                 attempt=decision.attempt,
                 cause=cause,
                 delay=decision.delay,
@@ -281,7 +282,7 @@ class MultiNodeRunController(RunController[T]):
             except InvalidMessageError as error:
                 log_now(logging.WARNING, "a failure that another node has reported is dropped: %s", error)
                 continue
-            if failure.rank not in self.event_bus.ranks:
+            if failure.rank not in self._event_bus.ranks:
                 found[failure.rank] = failure
             elif self._attempts and self._attempts[-1].number == decision.attempt:
                 found[failure.rank] = self._add_local_facts(failure, self._attempts[-1])
@@ -291,8 +292,8 @@ class MultiNodeRunController(RunController[T]):
         """Add what only this node knows of its rank, such as the exception itself."""
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
-            stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
-            return replace(failure, stack="".join(stacks))
+            last = self._groups[0].last
+            return replace(failure, stack="" if last is None else last[1].stacks.get(failure.rank, ""))
         names = ("kind", "evidence", "summary", "is_secondary")
         return replace(local, **{name: getattr(failure, name) for name in names})
 
@@ -312,11 +313,11 @@ class MultiNodeRunController(RunController[T]):
             local = {rank: failures[rank] for rank in observations.ranks if rank in failures}
             states = {**result.worker_states, **dict.fromkeys(local, WorkerState.FAILED)}
             result = replace(result, failures=local, worker_states=states, root_cause=cause)
-        publish_outcomes(self.event_bus, observations, result)
+        publish_outcomes(self._event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
         """Give the result of this node's ranks the state and the failures of the whole job."""
-        decision = self.job_decision
+        decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED
             return replace(local, state=WorkerState.STOPPED) if is_success else local
@@ -340,46 +341,3 @@ def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any
     """The root cause comes first."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
-
-
-def run_multi_node(
-    spec: WorkerSpec[T],
-    make_view: MakeView | None = None,
-    *,
-    payload: Payload | None = None,
-    on_start: Callable[[Caller], object] | None = None,
-) -> RunResult[T]:
-    """Join the other nodes, and run the function with them until the job is over. See `run_single_node`."""
-    __tracebackhide__ = True  # see mpwatch.run
-    assert spec.rendezvous is not None
-    check_stop_signals(spec)
-    event_bus = EventBus(spec.rendezvous.run_id, spec, keep_events=True)
-    with ExitStack() as resources:
-        payload = resources.enter_context(closing(payload or pack_spec(spec)))
-        run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
-        node_thread = NodeThread(spec, run_deadline)
-        resources.callback(node_thread.release)
-        watcher = Watcher(spec, event_bus, keep_ranks=False, node=node_thread)
-        resources.callback(watcher.close_when_finished)
-        resources.enter_context(closing(node_thread))
-        watcher.output.use_current_streams()
-        controller = MultiNodeRunController(spec, event_bus, node_thread)
-        try:
-            caller = Caller(watcher, make_view=make_view, ends_ranks=True)
-            if on_start is not None:
-                on_start(caller)
-            caller.execute(partial(controller.follow_job, caller, payload))
-            watcher.drain_output(caller.drain_timeout(controller.seconds_left()))
-            result = caller.build_result(controller.build_result)
-            if controller.job_decision is not None:
-                node_thread.acknowledge_shutdown()
-            elif len(caller.signals.received) > 1:  # the user asks for a faster end
-                node_thread.finish_within(0.0)
-        except BaseException as error:
-            controller.end_with_error(error)
-            raise
-    try:
-        event_bus.outbox.run_all()  # log records that the node thread has made while it ended
-    finally:
-        caller.deliver_signals(result, controller.list_evidence())
-    return result

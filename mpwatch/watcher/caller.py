@@ -11,14 +11,12 @@ meanwhile, the watcher thread still ends the ranks, but nobody waits for it. Idl
 import logging
 import math
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import ref
 
 from mpwatch.errors import make_error
 from mpwatch.live_view.select import MakeView
@@ -35,12 +33,13 @@ from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import Signals
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.exceptions.decoder import USER_ERRORS, add_note
+from mpwatch.wire.exceptions.decoder import add_note
 
 if TYPE_CHECKING:
     from mpwatch.live_view.live import LiveView
 
 T = TypeVar("T")
+OnStart = Callable[["Caller"], object]  # gets each new Caller of a run or call in the background
 
 
 class Caller:
@@ -49,8 +48,10 @@ class Caller:
     `serve` is called at each wake-up, until an exception comes. With `ends_ranks`, no rank is left afterwards.
     """
 
+    wakeup: WakeupPipe
+
     def __init__(
-        self, watcher: Watcher, call: Call | None = None, make_view: MakeView | None = None, *, ends_ranks: bool
+        self, watcher: Watcher, call: Call | None = None, make_view: MakeView | None = None, *, ends_ranks: bool = False
     ) -> None:
         self.watcher, self._call, self._ends_ranks = watcher, call, ends_ranks
         self._make_view, self.has_view = make_view, make_view is not None
@@ -58,24 +59,26 @@ class Caller:
         self.list_attempts: Callable[[], Iterable[AttemptObservations]] = lambda: (
             [] if call is None or call.evidence is None else [call.evidence]
         )
-        self.is_over = False
+        self.is_waiting = False
+        self.is_in_main_thread = threading.current_thread() is threading.main_thread()
         self._has_begun = False
         self._view: LiveView | None = None
         self.signals = Signals(watcher, call)
         add_call(self.signals.request_stop)
-        if threading.current_thread() is threading.main_thread():
-            watcher.get_main_caller = ref(self)
 
     def execute(self, body: Callable[[], T]) -> T:
         """Call `body`, which posts to the watcher and waits, and return its value."""
-        with closing(WakeupPipe()) as wakeup:
-            return self._execute(body, wakeup)
+        with closing(WakeupPipe()) as self.wakeup:
+            return self._execute(body)
 
-    def _execute(self, body: Callable[[], T], wakeup: WakeupPipe) -> T:
+    def _execute(self, body: Callable[[], T]) -> T:
         try:
-            self.watcher.outbox.add_waiting(wakeup)
-            self.signals.take_over(wakeup)
+            self.is_waiting = True
+            others = self.watcher.outbox.add(self)
+            self.signals.take_over(self.wakeup)
             self._has_begun = True
+            if any(other.has_view for other in others):  # two views would draw over each other
+                self._make_view, self.has_view = None, False
             self.watcher.start()
             if self._call is not None or not self.watcher.keeps_ranks:
                 self._open_view()
@@ -94,9 +97,9 @@ class Caller:
                 self.signals.deliver_received()
             raise
         finally:
-            self.is_over = True
+            self.is_waiting = False
             self.signals.close_stop_requests()
-            self.watcher.outbox.remove_waiting(wakeup)
+            self.watcher.outbox.remove(self)
         return value
 
     def _open_view(self) -> None:
@@ -130,7 +133,6 @@ class Caller:
             self.watcher.outbox.run_all()
             self.serve()
             self._update_view()
-            self._print_stacks()
             if (debugger := self.watcher.get_debugger(self)) is not None:
                 debugger.serve(self.signals, self.signals.suspension.view)
         finally:
@@ -145,13 +147,6 @@ class Caller:
         finally:
             self.signals.is_drawing = False
         self.signals.suspension.suspend()
-
-    def _print_stacks(self) -> None:
-        stacks, self.signals.stacks = self.signals.stacks, None
-        if stacks is not None:
-            with suppress(*USER_ERRORS):  # stderr may be closed, or an object that raises anything
-                sys.stderr.write(f"mpwatch: where the ranks are now (they go on)\n{stacks}\n")
-                sys.stderr.flush()
 
     def _stop_ranks(self) -> None:
         """After an exception: stop the ranks that were to work for this thread, and wait until they have ended."""
@@ -180,17 +175,14 @@ class Caller:
 
     # ---- afterwards
 
-    def drain_timeout(self, seconds_left: float) -> float | None:
-        """Return how long to wait for the ranks' output, or None for no limit: not longer than the run's `timeout`."""
-        if self.signals.received or self.signals.error is not None:
-            return LAST_DRAIN_SECONDS
-        return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
+    def drain_output(self, deadline: float = math.inf) -> None:
+        """Wait until everything that the ranks have printed was written, but not long after `deadline` or a signal."""
+        seconds = 0.0 if self.signals.received else deadline + self.watcher.loop.suspended_seconds - monotonic()
+        self.watcher.drain_output(None if seconds == math.inf else max(LAST_DRAIN_SECONDS, seconds))
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return what `make` builds, which runs user code. First raise what `Signals.quit` has received."""
+        """Return what `make` builds, which runs user code."""
         try:
-            if self.signals.error is not None:
-                raise self.signals.error
             result = make()
         except BaseException:
             self.signals.deliver_received()

@@ -11,11 +11,10 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from mpwatch.errors import LaunchError, make_error
 from mpwatch.live_view.select import MakeView
@@ -27,7 +26,7 @@ from mpwatch.results.report import STOPPED_AT_EXIT, format_ended_ranks, format_l
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
-from mpwatch.watcher.caller import Caller
+from mpwatch.watcher.caller import Caller, OnStart
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
@@ -39,12 +38,22 @@ from mpwatch.watcher.signals import check_stop_signals
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 
-OnStart = Callable[[Caller], object]  # see GroupRanks.call
-
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
 LOST_RANK = "it was lost while it had no call"
 CLOSED = "this WorkerGroup is closed; make another one"
 ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """A call that has not begun."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    timeout: float | None
+    ranks: tuple[int, ...]
+    has_view: bool = True
 
 
 class GroupRanks:
@@ -61,18 +70,18 @@ class GroupRanks:
         self._starts = 0  # how often ranks were started in this watcher
         self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
         self._loss_reasons: dict[int, str] = {}  # for the log, if ranks that were lost in a call are restarted
+        self._has_process_group = False  # of torch
         self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
-        self._joined: tuple[Watcher, int, int] | None = None  # whose ranks have made which process group
-        self._start_refusal = ""  # why no ranks may be started any more; empty: they may be started
-        # To start ranks, and to begin and end calls. A thread also holds it while it calls the user's `env`.
-        self._lock = threading.RLock()
-        self._callers: WeakSet[Caller] = WeakSet()  # that may not be over
+        self._refusal = ""  # why there are no calls and no new ranks any more; empty: there may be some
+        self._lock = threading.RLock()  # to start ranks. A thread also holds it while it calls the user's `env`
         self.workers: tuple[Worker, ...] = ()
 
     @property
     def state(self) -> WorkerState:
-        """INIT, HEALTHY, or UNHEALTHY: then the next call must restart ranks, or the heartbeat of a rank is late."""
+        """See WorkerGroup.state."""
         watcher = self._watcher
+        if self._refusal:
+            return WorkerState.STOPPED
         if watcher is None or watcher.is_finished:
             return WorkerState.UNHEALTHY
         state = watcher.loop.state
@@ -83,12 +92,18 @@ class GroupRanks:
         """False if it is certain that there are none."""
         return self._watcher is not None
 
+    def check_open(self) -> None:
+        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun."""
+        __tracebackhide__ = True  # see mpwatch.run
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+
     def start(self) -> None:
         watcher = self._get_watcher()
         self._event_bus.publish_run_started(self._spec, fn="")
-        caller = self._make_caller(watcher)
-        has_started = lambda: watcher.loop.state is not WorkerState.UNKNOWN  # noqa: E731
-        self._execute(caller, lambda: caller.wait(has_started), math.inf)
+        caller = Caller(watcher)
+        caller.execute(lambda: caller.wait(lambda: watcher.loop.state is not WorkerState.UNKNOWN))
+        caller.drain_output()
         if caller.signals.received:
             self._end_ranks()
         caller.signals.deliver_received()
@@ -96,24 +111,13 @@ class GroupRanks:
     @property
     def lacks_process_group(self) -> bool:
         """Whether `backend` is set, and the ranks have no usable process group of torch. A call of all ranks makes it."""
-        watcher = self._watcher
         if self._spec.torch_backend.name is None:
             return False
-        has_joined = watcher is not None and self._joined == (watcher, self._starts, self._process_group_version)
-        return watcher is None or not has_joined or watcher.loop.has_lost_ranks
+        watcher = self._watcher
+        return watcher is None or not self._has_process_group or watcher.loop.has_lost_ranks
 
-    def call(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        timeout: float | None,
-        ranks: tuple[int, ...] | None = None,
-        *,
-        on_start: OnStart | None = None,
-        has_view: bool = True,
-    ) -> RunResult[Any] | None:
-        """Call a function in these ranks, or in all. Raises LaunchError, or RuntimeError if the group or the program ends.
+    def call(self, planned: GroupCall, on_start: OnStart | None = None) -> RunResult[Any] | None:
+        """Call a function in these ranks. Raises LaunchError, or RuntimeError if the group or the program ends.
 
         `on_start` gets the Caller of a call in the background. Return None if torch's process group has gone with a lost
         rank, and only some ranks are called. See `lacks_process_group`.
@@ -122,47 +126,46 @@ class GroupRanks:
         if threading.current_thread() is threading.main_thread():
             check_stop_signals(self._spec)
         backend, version = self._spec.torch_backend, self._process_group_version
-        # some ranks alone can neither make nor destroy a process group
-        name = backend.name if ranks is None else None
-        packed = FunctionCall(fn, args, kwargs, name, version, backend_timeout=backend.timeout)
-        started_at = monotonic()
-        payload = pack_call(packed)
-        has_succeeded, call = False, None
+        are_all = len(planned.ranks) == self._spec.nprocs
+        name = backend.name if are_all else None  # some ranks alone can neither make nor destroy a process group
+        function = FunctionCall(planned.fn, planned.args, planned.kwargs, name, version, backend_timeout=backend.timeout)
+        started_at, timeout = monotonic(), planned.timeout
+        call, payload = None, pack_call(function)
+        loss_reason = "it was aborted"
         try:
             watcher = self._get_watcher()
             suspended = watcher.loop.suspended_seconds
-            called = range(int(self._spec.nprocs)) if ranks is None else ranks
-            call = Call(payload, called, started_at=started_at, timeout=timeout, suspended_before=suspended)
-            caller = self._make_caller(watcher, call, on_start=on_start, has_view=has_view and on_start is None)
-            needs_process_group = ranks is not None and backend.name is not None
-            limit = math.inf if timeout is None else started_at + timeout - suspended
-            self._execute(caller, partial(self._follow, caller, call, give_up=needs_process_group), limit)
+            call = Call(payload, planned.ranks, started_at=started_at, timeout=timeout, suspended_before=suspended)
+            caller = Caller(watcher, call, self._make_view if planned.has_view and on_start is None else None)
+            if on_start is not None:
+                on_start(caller)
+            if are_all:  # unless it succeeds
+                self._has_process_group, self._process_group_version = False, version + 1
+            watcher.use_current_streams()
+            needs_process_group = not are_all and backend.name is not None
+            caller.execute(partial(self._follow, caller, call, give_up=needs_process_group))
+            caller.drain_output(math.inf if timeout is None else started_at + timeout - suspended)
             if call.evidence is None:
                 caller.signals.deliver_received()
                 return None
             result = caller.build_result(partial(self.diagnose, call))
             has_succeeded = call.evidence.stop_reason is StopReason.SUCCEEDED
-        except BaseException:
-            if call is not None:
-                self._note_loss(call, "it was aborted")
-            raise
+            if are_all and has_succeeded:
+                self._has_process_group, self._process_group_version = True, version
+            loss_reason = "a rank ended after it had returned" if has_succeeded else result.verdict
         finally:
             payload.close()
-            with self._lock:
-                if ranks is None and has_succeeded:
-                    self._joined = (watcher, self._starts, version)
-                elif ranks is None and call is not None and call.is_posted:
-                    self._process_group_version = version + 1
-        self._note_loss(call, "a rank ended after it had returned" if has_succeeded else result.verdict)
+            if call is not None and not call.lost_elsewhere:
+                self._loss_reasons |= dict.fromkeys(call.ended_ranks, loss_reason)
         caller.deliver_signals(result, [call.evidence])
-        if result.state is not WorkerState.SUCCEEDED and call.ended_ranks and not self._start_refusal:
+        if result.state is not WorkerState.SUCCEEDED and call.ended_ranks and not self._refusal:
             ended = call.ended_ranks if self._spec.scope == "worker" else tuple(worker.rank for worker in self.workers)
             result = replace(result, notes=(*result.notes, format_ended_ranks(ended)))
         return result
 
     def close(self) -> None:
         """End the ranks, and wait for their end. Once this method has begun, no call can start ranks."""
-        self._start_refusal = CLOSED
+        self._refusal = CLOSED
         self._end_ranks()
 
     def take_stacks(self) -> Stacks:
@@ -184,53 +187,48 @@ class GroupRanks:
     def follow(self, calls: Collection[Call], until: Callable[[], bool], deadline: float) -> None:
         """Begin the new calls, and wait as `Caller.wait` does. After a signal, wait until all are over, and deliver it."""
         watcher = self._get_running_watcher()
-        caller = self._make_caller(watcher, ends_ranks=True)
+        caller = Caller(watcher, ends_ranks=True)
+        received = caller.signals.received
         caller.signals.close_stop_requests()
-
-        def is_stopped() -> bool:
-            return bool(caller.signals.received) or caller.signals.error is not None
 
         def wait() -> None:
             for call in calls:
-                if not call.is_posted and not is_stopped():
+                if not call.is_posted and not received:
                     call.is_posted = True
                     watcher.post(watcher.loop.begin, call)
-            caller.wait(lambda: until() or is_stopped(), deadline)
-            if is_stopped():
+            caller.wait(lambda: until() or bool(received), deadline)
+            if received:
                 caller.wait(lambda: all(call.has_ended() for call in calls if call.is_posted))
-                watcher.drain_output(LAST_DRAIN_SECONDS)
 
-        try:
-            caller.execute(wait)
-        finally:
-            self._end(caller)
-        self._check_start()
-        if is_stopped():
+        caller.execute(wait)
+        self.check_open()
+        if received:
+            caller.drain_output()
             ended = [call for call in calls if call.evidence is not None]
-            reason = format_signal(caller.signals.received[0]) if caller.signals.received else ""
-            stopped = RunResult[Any](WorkerState.STOPPED, reason=reason)
+            stopped = RunResult[Any](WorkerState.STOPPED, reason=format_signal(received[0]))
             result = caller.build_result(lambda: merge_results_of_calls([*map(self.diagnose, ended), stopped]))
             caller.deliver_signals(result, [])
             raise make_error(result)  # the program has handled the signal
         caller.signals.deliver_received()
 
+    # ---- the end
+
     def shut_down_in_background(self) -> None:
         """End the ranks of a WorkerGroup that was not closed, but do not wait for their end."""
         watcher, self._watcher = self._watcher, None
-        if watcher is not None and watcher.belongs_to_this_process():
+        if watcher is not None:
             watcher.post(watcher.loop.shut_down)
             watcher.close_when_finished()
 
     def shut_down_at_exit(self) -> None:
         """End the ranks when the program ends, and wait for their end. Once this has begun, no call can start ranks."""
-        self._start_refusal = ENDED_AT_EXIT
+        self._refusal = ENDED_AT_EXIT
         watcher = self._watcher
-        if watcher is not None and watcher.belongs_to_this_process():
+        if watcher is not None:
             watcher.post(watcher.loop.shut_down)
             watcher.join()
             watcher.drain_output(LAST_DRAIN_SECONDS if watcher.output.is_reader_stalled else None)
-            with self._lock:
-                self._close(watcher)
+            watcher.close()
 
     def publish_run_ended(self, reason: str = "") -> None:
         restarts = max(0, self._restart_count)
@@ -240,27 +238,34 @@ class GroupRanks:
         watcher = self._watcher
         if watcher is None:
             return
-        caller = self._make_caller(watcher, ends_ranks=True)
+        caller = Caller(watcher, ends_ranks=True)
 
         def shut_down() -> None:
             watcher.post(watcher.loop.shut_down)
             caller.wait(lambda: False)
 
-        self._execute(caller, shut_down, 0.0 if watcher.output.is_reader_stalled else math.inf)
+        try:
+            if watcher.is_running():
+                watcher.use_current_streams()
+                caller.execute(shut_down)
+                caller.drain_output(0.0 if watcher.output.is_reader_stalled else math.inf)
+        finally:
+            if not watcher.is_running():
+                self._watcher = None
+                watcher.join()
+                watcher.close()
         caller.signals.deliver_received()
 
-    def _check_start(self) -> None:
-        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun."""
-        if self._start_refusal:
-            raise RuntimeError(self._start_refusal)
+    # ---- the watcher and its ranks
 
     def _get_watcher(self) -> Watcher:
         """Return the watcher. If there is none, or if it has failed, make one that starts all ranks."""
         with self._lock:
             if self._watcher is not None and self._watcher.is_finished:
-                self._close(self._watcher)
+                self._watcher.close()
+                self._watcher = None
             if self._watcher is None:
-                self._check_start()
+                self.check_open()
                 watcher = Watcher(self._spec, self._event_bus, keep_ranks=True)
                 try:
                     self._starts = 0
@@ -275,14 +280,14 @@ class GroupRanks:
     def _get_running_watcher(self) -> Watcher:
         """Return the watcher that has started the ranks. Raises what has ended it."""
         watcher = self._watcher
-        self._check_start()
+        self.check_open()
         if watcher is None or watcher.is_finished:
             raise (watcher and watcher.error) or LaunchError("the ranks have ended, and cannot be called any more")
         return watcher
 
-    def _start_ranks(self, watcher: Watcher, lost_ranks: tuple[int, ...] | list[int]) -> None:
+    def _start_ranks(self, watcher: Watcher, lost_ranks: Sequence[int]) -> None:
         """Make the watcher start these ranks, or all ranks with scope="group" and at first."""
-        self._check_start()
+        self.check_open()
         is_first = self._restart_count < 0
         counts = {worker.rank: worker.restart_count for worker in self.workers}
         setups = []
@@ -299,9 +304,10 @@ class GroupRanks:
             setups = watcher.prepare(range(int(self._spec.nprocs)), max(counts.values(), default=-1) + 1)
             self._restart_count += 1
             self._loss_reasons.clear()
-        self._check_start()  # again: `prepare` calls functions of the user, such as `env`
+        self.check_open()  # again: `prepare` calls functions of the user, such as `env`
         self.workers = watcher.workers
         self._starts += 1
+        self._has_process_group = False
         watcher.post(watcher.loop.start_ranks, setups)
 
     def _follow(self, caller: Caller, call: Call, *, give_up: bool) -> None:
@@ -314,18 +320,14 @@ class GroupRanks:
             if call.is_over:
                 return
             if give_up:
-                self._check_start()
+                self.check_open()
                 return
-            if watcher.is_finished and not self._start_refusal:
+            if watcher.is_finished and not self._refusal:
                 raise LaunchError("the ranks cannot be called: an exception in another thread has interrupted their start")
             with self._lock:
-                self._check_start()
+                self.check_open()
                 if self._starts == call.refused_at_start:  # otherwise another call has started them meanwhile
                     self._start_ranks(watcher, call.lost_ranks)
-
-    def _note_loss(self, call: Call, reason: str) -> None:
-        if not call.lost_elsewhere:
-            self._loss_reasons |= dict.fromkeys(call.ended_ranks, reason)
 
     def diagnose(self, call: Call) -> RunResult[Any]:
         assert call.evidence is not None
@@ -336,56 +338,3 @@ class GroupRanks:
         publish_outcomes(self._event_bus, call.evidence, result)
         self._event_bus.outbox.run_all()
         return result
-
-    def _make_caller(
-        self,
-        watcher: Watcher,
-        call: Call | None = None,
-        *,
-        on_start: OnStart | None = None,
-        has_view: bool = False,
-        ends_ranks: bool = False,
-    ) -> Caller:
-        """Return the Caller that waits for the ranks. Nothing closes the watcher until `_end` is called with it."""
-        with self._lock:
-            # two views would draw over each other
-            has_view = has_view and not any(caller.has_view for caller in self._list_others())
-            make_view = self._make_view if has_view else None
-            caller = Caller(watcher, call, make_view, ends_ranks=ends_ranks)
-            self._callers.add(caller)
-        try:
-            if on_start is not None:
-                on_start(caller)
-        except BaseException:
-            self._end(caller)
-            raise
-        return caller
-
-    def _list_others(self, own: Caller | None = None) -> list[Caller]:
-        return [caller for caller in self._callers if caller is not own and not caller.is_over]
-
-    def _execute(self, caller: Caller, body: Callable[[], None], output_deadline: float) -> None:
-        """Call `body` as Caller.execute does. Then wait for the output of the ranks, at most until `output_deadline`."""
-        watcher = caller.watcher
-        try:
-            if not self._list_others(caller):  # lines of ranks of other calls may be unfinished
-                watcher.output.use_current_streams()
-            caller.execute(body)
-            left = output_deadline + watcher.loop.suspended_seconds - monotonic()
-            watcher.drain_output(caller.drain_timeout(left))
-        finally:
-            self._end(caller)
-
-    def _end(self, caller: Caller) -> None:
-        caller.is_over = True
-        with self._lock:
-            self._callers.discard(caller)
-            if caller.watcher.is_finished:
-                self._close(caller.watcher)
-
-    def _close(self, watcher: Watcher) -> None:
-        """Close a watcher whose ranks have ended, unless a thread still uses it."""
-        if self._watcher is watcher:
-            self._watcher = None
-        if not any(caller.watcher is watcher for caller in self._callers):
-            watcher.close()

@@ -11,10 +11,20 @@ signal that comes just before it.
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 
 Function = Callable[[], object]
+
+
+class WaitingThread(Protocol):
+    """A Caller (caller.py)."""
+
+    wakeup: WakeupPipe
+    is_waiting: bool
+    is_in_main_thread: bool
+    has_view: bool
 
 
 class Inbox:
@@ -45,8 +55,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._functions: deque[Function] = deque()
-        self._waiting: tuple[WakeupPipe, ...] = ()  # replaced as a whole, so that `wake` needs no lock
-        self._waiting_lock = threading.Lock()
+        self._threads: tuple[WaitingThread, ...] = ()  # replaced as a whole, so that `wake` needs no lock
+        self._threads_lock = threading.Lock()
         self._run_lock = threading.Lock()
 
     def post(self, function: Function) -> None:
@@ -58,8 +68,8 @@ class Outbox:
         self._functions.append(function)
 
     def wake(self) -> None:
-        for wakeup in self._waiting:
-            wakeup.wake()
+        for thread in self._threads:
+            thread.wakeup.wake()
 
     def run_all(self) -> None:
         """Run the posted functions. If one raises, the others stay for the next call."""
@@ -70,10 +80,17 @@ class Outbox:
             finally:
                 self._run_lock.release()
 
-    def add_waiting(self, wakeup: WakeupPipe) -> None:
-        with self._waiting_lock:
-            self._waiting = (*self._waiting, wakeup)
+    def list_waiting(self) -> list[WaitingThread]:
+        """Return those that wait, in the order in which they have begun."""
+        return [thread for thread in self._threads if thread.is_waiting]
 
-    def remove_waiting(self, wakeup: WakeupPipe) -> None:
-        with self._waiting_lock:
-            self._waiting = tuple(other for other in self._waiting if other is not wakeup)
+    def add(self, thread: WaitingThread) -> list[WaitingThread]:
+        """Return those that waited before."""
+        with self._threads_lock:
+            earlier = self.list_waiting()
+            self._threads = (*earlier, thread)
+        return earlier
+
+    def remove(self, thread: WaitingThread) -> None:
+        with self._threads_lock:
+            self._threads = tuple(other for other in self._threads if other is not thread)

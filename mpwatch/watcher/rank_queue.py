@@ -5,22 +5,28 @@ Each call has a ticket. A ticket is granted when no earlier one needs any of its
 
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from queue import SimpleQueue
 
 
 class Ticket:
-    """Of one call. `on_grant` is called when it may begin, in any thread, maybe several times. If it is None, a thread
-    waits.
+    """Of one call: that of a thread, which waits and sets `has_left`, or that of a future, which is `done`.
+
+    `on_grant` is called when the call may begin, in any thread, maybe several times.
     """
 
-    def __init__(self, ranks: Collection[int], on_grant: Callable[[], object] | None = None) -> None:
-        self.ranks = ranks
-        self.needed = ranks  # all ranks, between `RankQueue.widen` and `narrow`
-        self.on_grant = on_grant
-        self.is_granted = False
-        self.has_left = False
+    def __init__(
+        self,
+        ranks: Collection[int],
+        on_grant: Callable[[], object] = lambda: None,
+        is_done: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.ranks = self.needed = ranks  # `needed` has all ranks between `RankQueue.widen` and `narrow`
+        self.on_grant, self._is_done = on_grant, is_done
+        self.is_granted = self.has_left = False
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # no Event: an exception in `Event.set` would leave it locked
+
+    def is_over(self) -> bool:
+        return self.has_left or self._is_done()
 
     def grant(self) -> None:
         self.is_granted = True
@@ -46,14 +52,14 @@ class RankQueue:
     def enter(self, ticket: Ticket) -> None:
         with self._lock:
             self._waiting.append(ticket)
-        self._grant()
+        self.update()
 
     def widen(self, ticket: Ticket) -> None:
         """Give up the ranks of a granted ticket, and wait in its old place for all, or until `narrow` gives its own back."""
         with self._lock:
-            ticket.needed, ticket.on_grant, ticket.is_granted = self._all_ranks, None, False
+            ticket.needed, ticket.is_granted = self._all_ranks, False
             self._waiting.insert(0, ticket)
-        self._grant()
+        self.update()
         ticket.wait()
 
     def narrow(self) -> None:
@@ -61,28 +67,24 @@ class RankQueue:
         with self._lock:
             for ticket in (*self._granted, *self._waiting):
                 ticket.needed = ticket.ranks
-        self._grant()
+        self.update()
 
-    def leave(self, ticket: Ticket) -> None:
-        """Remove a ticket, granted or not. It is no error if it has left already."""
-        ticket.has_left = True
-        with self._lock, suppress(ValueError):
-            self._waiting.remove(ticket)
-        self._grant()
-
-    def _grant(self) -> None:
+    def update(self) -> None:
+        """Forget the tickets of calls that are over, and grant those whose ranks are free."""
         with self._lock:
-            self._granted = [ticket for ticket in self._granted if ticket.is_granted and not ticket.has_left]
+            self._granted = [ticket for ticket in self._granted if ticket.is_granted and not ticket.is_over()]
             taken = {rank for ticket in self._granted for rank in ticket.needed}
             for ticket in self._waiting[:]:
                 if len(taken) == len(self._all_ranks):
                     break
-                if not ticket.has_left and taken.isdisjoint(ticket.needed):
+                if not ticket.is_over():
+                    is_free = taken.isdisjoint(ticket.needed)
+                    taken.update(ticket.needed)
+                    if not is_free:
+                        continue
                     ticket.grant()
                     self._granted.append(ticket)
-                    self._waiting.remove(ticket)
-                taken.update(ticket.needed)
+                self._waiting.remove(ticket)
             granted = list(self._granted)
         for ticket in granted:
-            if (on_grant := ticket.on_grant) is not None:
-                on_grant()
+            ticket.on_grant()

@@ -36,6 +36,7 @@ from mpwatch.watcher.program_end import add_call, remove_call
 from mpwatch.watcher.suspension import ProgramSuspension
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IN_MAIN_THREAD_ONLY = (
@@ -55,8 +56,6 @@ class Signals:
         # a request and the end of the call agree on which of them was first.
         self._stop_cause: dict[None, str] = {}
         self.received: list[int] = []  # deferred signals that must still be delivered to the program's own handlers
-        self.error: BaseException | None = None  # to raise at the end: the user has quit at the prompt of a debugger
-        self.stacks: Stacks | None = None  # that SIGQUIT has asked for
         self.is_in_user_code = False  # which may take any time
         self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
         self.is_at_prompt = False  # of a debugger
@@ -110,9 +109,12 @@ class Signals:
             elif signum in DEFERRED_SIGNALS:
                 self._defer(signum)
             elif signum == signal.SIGTSTP:
-                self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
+                self.suspension.is_requested = True
+                if self.is_in_user_code and not self.is_drawing:
+                    self.suspension.suspend()
             elif not self.is_at_prompt:  # SIGQUIT; at the prompt the command `ranks` shows the stacks
-                self._watcher.post(self._watcher.loop.send_stacks, partial(setattr, self, "stacks"))
+                show = lambda stacks: self._watcher.outbox.post(partial(_print_stacks, stacks))  # noqa: E731
+                self._watcher.post(self._watcher.loop.send_stacks, show)
         else:  # a child that another thread of the program has forked; the ranks do not belong to it
             self.restore()
             signal.raise_signal(signum)
@@ -152,11 +154,6 @@ class Signals:
     def close_stop_requests(self) -> str:
         """Refuse stop requests from now on. Return the cause of the first one, or an empty text if there was none."""
         return self._stop_cause.setdefault(None, "")
-
-    def quit(self, error: BaseException) -> None:
-        """Stop the ranks as if SIGTERM had come. When they have ended, the wait raises `error`."""
-        self.error = self.error or error
-        self.post_interrupt(signal.SIGTERM)
 
     def interrupt(self) -> None:
         """Do what Ctrl-C does, for a call outside the main thread. Any thread may call this method."""
@@ -217,6 +214,12 @@ class Signals:
         if forwarded and self._host_wakeup_fd != -1:
             with suppress(OSError):  # it may be closed; or full, and then the calling program is woken already
                 os.write(self._host_wakeup_fd, forwarded)
+
+
+def _print_stacks(stacks: Stacks) -> None:
+    with suppress(*USER_ERRORS):  # stderr may be closed, or an object that raises anything
+        sys.stderr.write(f"mpwatch: where the ranks are now (they go on)\n{stacks}\n")
+        sys.stderr.flush()
 
 
 def check_stop_signals(spec: GroupSpec) -> None:

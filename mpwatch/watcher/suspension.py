@@ -2,7 +2,7 @@
 
     caller's thread                                       watcher thread
     ---------------                                       --------------
-    handler of SIGTSTP: ProgramSuspension.request
+    handler of SIGTSTP: is_requested
     ProgramSuspension.suspend --- Suspension ---------->  suspend_processes: SIGSTOP to the process group of each rank
                               <-- are_ranks_stopped ----  wait for `is_over`
     pause the live view; SIGTSTP to itself
@@ -18,7 +18,6 @@ go on at once.
 import signal
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mpwatch.os_support.clock import monotonic
@@ -31,19 +30,14 @@ if TYPE_CHECKING:
 STOP_SECONDS = 2.0  # the limit for the watcher thread to stop the ranks; it may be starting ranks, or waiting for helpers
 
 
-def _make_locked() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-@dataclass(eq=False)
 class Suspension:
     """One suspension. Its locks are no events: a handler that raises can interrupt `Event.set`, but not `Lock.release`."""
 
-    requested_at: float = field(default_factory=monotonic)  # time limits do not count from then to the end
-    are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)  # released by the watcher thread
-    is_over: threading.Lock = field(default_factory=_make_locked)  # released by the caller's thread
+    def __init__(self) -> None:
+        self.requested_at = monotonic()  # time limits do not count from then to the end
+        self.are_ranks_stopped, self.is_over = threading.Lock(), threading.Lock()
+        self.are_ranks_stopped.acquire()  # until the watcher thread releases it
+        self.is_over.acquire()  # until the caller's thread releases it
 
 
 class ProgramSuspension:
@@ -55,11 +49,6 @@ class ProgramSuspension:
         self._is_under_way = False
         self._post = post
         self._is_watcher_running = is_watcher_running
-
-    def request(self, *, at_once: bool) -> None:
-        self.is_requested = True
-        if at_once:
-            self.suspend()
 
     def suspend(self) -> None:
         """If it was requested, suspend the ranks and this program, until the program has been continued.

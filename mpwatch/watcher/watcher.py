@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import ref
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import default_logs
@@ -27,7 +26,7 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.event_loop import EventLoop, Node
-from mpwatch.watcher.inbox import Inbox
+from mpwatch.watcher.inbox import Inbox, WaitingThread
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -39,12 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks whether the ranks have ended meanwhile
-
-
-class WaitingThread(Protocol):
-    """A Caller (caller.py)."""
-
-    is_over: bool
 
 
 class Watcher:
@@ -73,15 +66,11 @@ class Watcher:
         self.is_finished = False
         self.error: BaseException | None = None
         self.stop_signals = tuple(spec.stop_policy.signals)
-        self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        self._start_lock = threading.Lock()  # two calls of a WorkerGroup may find the same new watcher
+        self._lock = threading.Lock()  # two calls of a WorkerGroup may find the same new watcher, or its first breakpoint
         self._is_cancelled = False
         self._closes_itself = False
         self._debugger: DebuggerConsole | None = None
-        self._debugger_lock = threading.Lock()
-        self._debugger_user: Callable[[], WaitingThread | None] = lambda: None  # who serves the debugger
-        self.get_main_caller: Callable[[], WaitingThread | None] = lambda: None  # the last one in the main thread
 
     def prepare(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
         """Return what is needed to start these ranks. This calls the user's `env` function, in this thread.
@@ -112,19 +101,17 @@ class Watcher:
 
     def start(self) -> None:
         """Start the thread, unless it was started before. Raises LaunchError. Any thread may call this."""
-        with self._start_lock:
-            if self._thread is None:
-                self._start()
-
-    def _start(self) -> None:
-        # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
-        daemon = self.keeps_ranks or threading.current_thread().daemon
-        self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # Python is ending, or there is no room for one more
-            self._thread, self.is_finished = None, True
-            raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
+        with self._lock:
+            if self._thread is not None or self.is_finished:
+                return
+            # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
+            daemon = self.keeps_ranks or threading.current_thread().daemon
+            self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # Python is ending, or there is no room for one more
+                self._thread, self.is_finished = None, True
+                raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
 
     def _run(self) -> None:
         try:
@@ -138,6 +125,11 @@ class Watcher:
             self.outbox.wake()
             if self._closes_itself:
                 self.close()
+
+    def use_current_streams(self) -> None:
+        """Show what the ranks print from now on on the present sys.stdout and sys.stderr."""
+        if not self.outbox.list_waiting():  # otherwise lines of ranks of other calls may be unfinished
+            self.output.use_current_streams()
 
     def drain_output(self, seconds: float | None) -> None:
         """Wait until everything that the ranks have printed so far was written, or log a warning after `seconds`."""
@@ -167,10 +159,6 @@ class Watcher:
 
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not self.is_finished
-
-    def belongs_to_this_process(self) -> bool:
-        """Return False in a fork of the program."""
-        return os.getpid() == self._pid
 
     def cancel_start(self) -> None:
         """If the event loop does not run yet, start no rank."""
@@ -212,12 +200,10 @@ class Watcher:
         """
         if self._debugger is None and not self.loop.debugger_sockets:
             return None
-        with self._debugger_lock:
-            candidates = (self.get_main_caller(), self._debugger_user())
-            server = next((caller for caller in candidates if caller is not None and not caller.is_over), user)
-            if server is not user:
-                return None
-            self._debugger_user = ref(user)
+        waiting = self.outbox.list_waiting()
+        if next((thread for thread in waiting if thread.is_in_main_thread), waiting[0]) is not user:
+            return None
+        with self._lock:
             if self._debugger is None:
                 from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
 

@@ -60,8 +60,6 @@ class Prompter(Protocol):
     received: list[int]
     is_at_prompt: bool
 
-    def quit(self, error: BaseException) -> None: ...
-
 
 class RankSession:
     def __init__(self, rank: int, connection: Connection) -> None:
@@ -101,14 +99,15 @@ class DebuggerConsole:
         self._has_warned = False
         self._sessions: dict[int, RankSession] = {}
         self._current: RankSession | None = None  # whose prompt was shown last
-        self._has_quit = False
+        self._quit_at: int | None = None  # the rank at whose prompt the user has ended the run
 
     @property
     def connections(self) -> list[Connection]:
         """When a message arrives on one of these, call `serve`."""
-        return [] if self._has_quit else [session.connection for session in self._sessions.values()]
+        return [] if self._quit_at is not None else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: Prompter, view: "LiveView | None") -> None:
+        """Show the prompts of all ranks at a breakpoint. Raises KeyboardInterrupt, once, if the user ends the run."""
         self._receive()
         first = self._choose()
         if first is None:
@@ -117,14 +116,19 @@ class DebuggerConsole:
             self._refuse_all(reason)
             return
         if signals.received:  # Ctrl-C came while a rank executed a command
-            self._quit(first, signals)
-            return
+            self._quit_at = first.rank
+        else:
+            self._show_prompts(signals, view)
+        if self._quit_at is not None:
+            raise KeyboardInterrupt(USER_QUIT.format(self._quit_at))
+
+    def _show_prompts(self, signals: Prompter, view: "LiveView | None") -> None:
         with self._suspended_run(view):
             while (session := self._choose()) is not None:
                 try:
                     self._show_output(session)
                     signals.is_at_prompt = True
-                    self._handle_line(session, read_line(session.prompt, session.connection.fileno()), signals)
+                    self._handle_line(session, read_line(session.prompt, session.connection.fileno()))
                 except PromptClosedError:
                     self._write("\n")
                     self._receive()
@@ -132,7 +136,7 @@ class DebuggerConsole:
                     self._write(f"*** {error}\n")
                 except KeyboardInterrupt:
                     self._write("\n")
-                    self._quit(session, signals)
+                    self._quit_at = session.rank
                 finally:
                     signals.is_at_prompt = False
 
@@ -167,7 +171,7 @@ class DebuggerConsole:
                     self._current = None
 
     def _choose(self) -> RankSession | None:
-        if self._has_quit:
+        if self._quit_at is not None:
             return None
         if self._current is not None and self._current.is_at_prompt:
             return self._current
@@ -176,12 +180,12 @@ class DebuggerConsole:
     def _get_stopped(self) -> list[RankSession]:
         return [self._sessions[rank] for rank in sorted(self._sessions) if self._sessions[rank].is_at_prompt]
 
-    def _handle_line(self, session: RankSession, line: str, signals: Prompter) -> None:
+    def _handle_line(self, session: RankSession, line: str) -> None:
         self._receive()  # other ranks may have come to a breakpoint while the user was typing
         if not line:
             self._write("\n")  # after what Ctrl-D shows
             if not session.can_be_left:
-                self._quit(session, signals)
+                self._quit_at = session.rank
                 return
         # not at the prompt of `interact` or `commands`, nor at a question
         match line.split() if session.prompt.endswith(PDB_PROMPT) else []:
@@ -192,7 +196,7 @@ class DebuggerConsole:
             case ["rank", number] if number.isdecimal():
                 self._switch(int(number))
             case ["q" | "quit" | "exit"] | ["all", "q" | "quit" | "exit"] if not session.can_be_left:
-                self._quit(session, signals)
+                self._quit_at = session.rank
             case ["all", command, *_] if re.match(r"[\w!]", command):
                 self._ask_all(line.strip().removeprefix("all").lstrip())
             case _:
@@ -248,11 +252,6 @@ class DebuggerConsole:
         ((_, place),) = group_places({last.rank: stack})
         verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
         return f"rank {last.rank}{verb}{place}; {now}"
-
-    def _quit(self, session: RankSession, signals: Prompter) -> None:
-        if not self._has_quit:
-            self._has_quit = True
-            signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
 
     @contextmanager
     def _suspended_run(self, view: "LiveView | None") -> Iterator[None]:

@@ -3,7 +3,7 @@
 With scope="worker", each rank is a restart group of its own, and has its own result.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,21 +19,16 @@ V = TypeVar("V")
 
 
 def merge_results(
-    parts: Sequence[tuple[AttemptObservations, RunResult[T]]],
-    restartable_groups: Collection[int] = (),
-    *,
-    keep_going: bool = False,
+    parts: Sequence[tuple[AttemptObservations, RunResult[T]]], final: Iterable[RunResult[T]], *, keep_going: bool
 ) -> RunResult[T]:
-    """Merge the results of the ranks that were restarted alone.
+    """Merge the results of the ranks that were restarted alone. `final` are those after which there can be no restart.
 
-    The root cause is the earliest one of those that mpwatch cannot restart, else the earliest one of `restartable_groups`.
-    If one of several groups has timed out, there is none.
+    The root cause is the earliest one of those, else the earliest of all. If one of several has timed out, there is none.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
         return replace(results[0], keep_going=keep_going)
     merged = merge_results_of_calls(results)
-    final = [result for observations, result in parts if min(observations.ranks) not in restartable_groups]
     late = [(observations, result) for observations, result in parts if observations.stop_reason is StopReason.TIMED_OUT]
     return replace(
         merged,
