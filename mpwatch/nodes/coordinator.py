@@ -32,7 +32,7 @@ from enum import Enum, auto
 from random import random
 
 from mpwatch.nodes.job_decision import JobAttempt, describe_stop
-from mpwatch.nodes.job_verdict import find_job_verdicts, format_job_stall, read_records
+from mpwatch.nodes.job_verdict import merge_nodes, read_records
 from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     AttemptDecision,
@@ -58,7 +58,7 @@ from mpwatch.nodes.messages import (
 )
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.watcher.diagnosis.collective_verdict import select_new_stalls
+from mpwatch.watcher.diagnosis.collective_verdict import find_verdicts, format_stall_warning, select_new_stalls
 from mpwatch.watcher.restarts.restart_budget import RestartBudget
 
 STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
@@ -295,12 +295,14 @@ class Coordinator:
         self._has_new_collectives = False
         if self._stall_after is None:
             return []
-        nodes = list(self._attempt.collectives.values())
-        stalls = [verdict for verdict in find_job_verdicts(nodes) if verdict.seconds >= self._stall_after]
+        job = merge_nodes(self._attempt.collectives.values())
+        verdicts = find_verdicts(job.answers, job.returned)
+        stalls = [verdict for verdict in verdicts if verdict.seconds >= self._stall_after]
         if final := next((stall for stall in stalls if stall.cannot_end_well), None):
             self._attempt.verdict = final
             return self._stop_attempt(final.sentence, now)
-        return [LogWarning(format_job_stall(nodes, stall)) for stall in select_new_stalls(stalls, self._attempt.warned)]
+        new = select_new_stalls(stalls, self._attempt.warned)
+        return [LogWarning(format_stall_warning(stall, job.answers, stall.seconds)) for stall in new]
 
     def _set_collectives(self, node: int, message: RanksStalled | AttemptReport) -> None:
         self._attempt.collectives[node] = read_records(message.collectives)

@@ -6,10 +6,8 @@ watcher/diagnosis/ to compare the collectives of all ranks. A run on one node us
 ignores the comparison if a node was lost, or if the comparison leaves a failure unexplained.
 """
 
-import signal
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mpwatch.nodes.failure_codec import decode_failure, encode_failure
 from mpwatch.nodes.messages import AttemptReport, Failures, RankRecord
@@ -19,8 +17,7 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
     VerdictKind,
-    find_verdicts,
-    format_stall_warning,
+    find_verdict,
     get_current_collective,
 )
 
@@ -62,20 +59,12 @@ def read_records(records: Collection[RankRecord]) -> NodeCollectives:
     return NodeCollectives(answers, frozenset(record.rank for record in records if record.has_returned))
 
 
-def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdict]:
-    job = _merge(nodes)
-    return find_verdicts(job.answers, job.returned)
-
-
 def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
-    return next(iter(find_job_verdicts(read_records(report.collectives) for report in reports)), None)
+    job = merge_nodes(read_records(report.collectives) for report in reports)
+    return find_verdict(job.answers, job.returned)
 
 
-def format_job_stall(nodes: Iterable[NodeCollectives], verdict: CollectiveVerdict) -> str:
-    return format_stall_warning(verdict, _merge(nodes).answers, verdict.seconds)
-
-
-def _merge(nodes: Iterable[NodeCollectives]) -> NodeCollectives:
+def merge_nodes(nodes: Iterable[NodeCollectives]) -> NodeCollectives:
     answers: dict[int, RankCollectives] = {}
     returned: set[int] = set()
     for node in nodes:
@@ -85,19 +74,13 @@ def _merge(nodes: Iterable[NodeCollectives]) -> NodeCollectives:
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict explains all failures. If the collective can still succeed, it does only if it is complete
-    and ranks have timed out in a wait for other nodes.
-    """
     reports = list(reports)
-    has_timed_out = any(report.waited_for_other_nodes for report in reports)
-    if not (verdict.cannot_end_well or (verdict.is_complete and has_timed_out)):
-        return False
-    return all(_is_consequence(failure, verdict) for report in reports for failure in report.failures)
-
-
-def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> bool:
-    is_abort = verdict.kind is VerdictKind.MISMATCH and failure.get("signal") == signal.SIGABRT
-    return is_abort or failure.get("is_secondary") is True or failure.get("kind") == FailureKind.MISMATCH.name
+    failures = [
+        (failure.get("is_secondary") is True or failure.get("kind") == FailureKind.MISMATCH.name, failure.get("signal"))
+        for report in reports
+        for failure in report.failures
+    ]
+    return verdict.explains(failures, has_timed_out=any(report.waited_for_other_nodes for report in reports))
 
 
 def blame_ranks(report: AttemptReport, hostname: str, node: int, first_rank: int, verdict: CollectiveVerdict) -> Failures:

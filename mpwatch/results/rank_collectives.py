@@ -42,15 +42,9 @@ class RankCollectives:
         """Raises ValueError, LookupError or TypeError if the text is invalid."""
         data = json.loads(text)
         groups = [tuple(map(int, ranks)) for ranks in data["groups"]]
-        collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])
-        return cls(
-            place=str(data["place"]),
-            stack=str(data["stack"]),
-            has_all=bool(data["has_all"]),
-            torch_rank=None if data["torch_rank"] is None else int(data["torch_rank"]),
-            collectives=collectives,
-            answered_at=float(data["answered_at"]),
-        )
+        del data["groups"]
+        data["collectives"] = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])
+        return cls(**data)
 
 
 def _identify(call: Collective) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ ABSENT blames the absent ranks, the others the minority, or nobody if it is not 
 """
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -43,44 +44,60 @@ class VerdictKind(Enum):
     CROSSED = auto()
 
 
-class Group(NamedTuple):
-    """A process group with one of its backends: equal for all of its ranks."""
+class Key(NamedTuple):
+    """Number N of a process group with one of its backends: the same on all of its ranks."""
 
-    name: str
+    number: int
+    group: str
     backend: str
     ranks: tuple[int, ...]
 
 
-Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
+Finding = tuple[VerdictKind, Key]  # what does not fit in which collective
 
 
 @dataclass(frozen=True)
 class CollectiveVerdict:
     """A verdict on ranks whose collectives do not fit together.
 
-    `blamed` is empty if it is not certain who is to blame. `evidence` has a phrase for each blamed rank. `is_complete`: it
-    is known what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
+    `evidence` has a phrase for each blamed rank, and none if it is not certain who is to blame. `is_complete`: it is known
+    what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
     """
 
     kind: VerdictKind
-    blamed: tuple[int, ...]
-    sentence: str = field(compare=False)
-    evidence: Mapping[int, str] = field(compare=False)
-    group: Group
-    sequence: int
-    seconds: float = field(default=0.0, compare=False)
+    key: Key
+    sentence: str
+    evidence: Mapping[int, str]
+    seconds: float
     have_returned: bool = False
     is_complete: bool = True
 
     @property
+    def blamed(self) -> tuple[int, ...]:
+        return tuple(sorted(self.evidence))
+
+    @property
     def finding(self) -> Finding:
         """What does not fit. Two verdicts with the same finding can blame different ranks."""
-        return self.kind, self.group, self.sequence
+        return self.kind, self.key
 
     @property
     def cannot_end_well(self) -> bool:
         """Whether the collective cannot succeed any more, for example because an absent rank has returned."""
         return self.kind is VerdictKind.MISMATCH or self.have_returned
+
+    def explains(self, failures: Iterable[tuple[bool, int | None]], *, has_timed_out: bool) -> bool:
+        """Return whether it explains all failures. Of each it is known whether it is secondary, and the signal. If a rank
+        `has_timed_out`, this was in a wait for a peer.
+
+        It explains secondary failures; a MISMATCH also a death by SIGABRT, since gloo calls abort() in a rank that receives
+        more bytes than expected. A rank that is only late keeps its connections open, so it explains no failure but a
+        timeout.
+        """
+        if not (self.cannot_end_well or (self.is_complete and has_timed_out)):
+            return False
+        is_mismatch = self.kind is VerdictKind.MISMATCH
+        return all(is_secondary or (is_mismatch and signum == signal.SIGABRT) for is_secondary, signum in failures)
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
@@ -110,56 +127,44 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 @dataclass(eq=False)
 class Slot:
-    """Number N of a process group, which should be the same call on all ranks."""
+    """What should be the same call on all ranks."""
 
-    group: Group
-    number: int
+    key: Key
     called: dict[int, Collective] = field(default_factory=dict)  # by rank
-
-    @property
-    def order(self) -> tuple[int, Group]:
-        return self.number, self.group
-
-    def make_verdict(self, kind: VerdictKind, blamed: Iterable[int], sentence: str, **more: Any) -> CollectiveVerdict:
-        return CollectiveVerdict(kind, tuple(blamed), sentence, group=self.group, sequence=self.number, **more)
 
 
 class Calls:
-    """The collectives of all ranks, sorted by process groups and numbers. None if torch numbers the ranks otherwise."""
+    """The collectives of all ranks, sorted by numbers and process groups. None if torch numbers the ranks otherwise."""
 
     def __init__(self, answers: Mapping[int, RankCollectives]) -> None:
         is_numbered_alike = all(answer.torch_rank in (None, rank) for rank, answer in answers.items())
         self._answers = {
             rank: answers[rank] for rank in sorted(answers) if is_numbered_alike and answers[rank].torch_rank == rank
         }
-        self._slots: dict[tuple[Group, int], Slot] = {}
-        self._last_numbers: dict[tuple[Group, int], int] = {}  # by group and rank
         self.by_rank: dict[int, dict[Slot, Collective]] = {rank: {} for rank in self._answers}  # oldest first
+        self._last_numbers: dict[tuple[Any, ...], dict[int, int]] = {}  # by group and rank
+        slots: dict[Key, Slot] = {}
         for rank, answer in self._answers.items():
             for call in answer.collectives:
                 if call.ranks and call.name not in POINT_TO_POINT:
-                    self._add(rank, call)
-
-    def _add(self, rank: int, call: Collective) -> None:
-        group = Group(call.group, call.backend, call.ranks)
-        slot = self._slots.setdefault((group, call.sequence), Slot(group, call.sequence))
-        self.by_rank[rank].pop(slot, None)
-        self.by_rank[rank][slot] = slot.called[rank] = call
-        self._last_numbers[group, rank] = max(call.sequence, self._last_numbers.get((group, rank), 0))
-
-    def list_slots(self) -> list[Slot]:
-        return sorted(self._slots.values(), key=lambda slot: slot.order)
+                    key = Key(call.sequence, call.group, call.backend, call.ranks)
+                    slot = slots.setdefault(key, Slot(key))
+                    self.by_rank[rank][slot] = slot.called[rank] = call
+                    last_numbers = self._last_numbers.setdefault(key[1:], {})
+                    last_numbers[rank] = max(call.sequence, last_numbers.get(rank, 0))
+        self.slots = sorted(slots.values(), key=lambda slot: slot.key)
 
     def find_absent(self, slot: Slot) -> set[int]:
         """Return the ranks that have certainly not called it."""
-        return {rank for rank in slot.group.ranks if rank in self._answers and self._lacks(rank, slot)}
+        last_numbers = self._last_numbers[slot.key[1:]]
 
-    def _lacks(self, rank: int, slot: Slot) -> bool:
-        number = self._last_numbers.get((slot.group, rank))
-        return self._answers[rank].has_all if number is None else number < slot.number
+        def is_absent(rank: int) -> bool:
+            return last_numbers[rank] < slot.key.number if rank in last_numbers else self._answers[rank].has_all
+
+        return set(filter(is_absent, self._answers.keys() & slot.key.ranks))
 
     def knows_all(self, slot: Slot) -> bool:
-        return self._answers.keys() >= set(slot.group.ranks)
+        return self._answers.keys() >= set(slot.key.ranks)
 
 
 def is_waiting(call: Collective) -> bool:
@@ -198,7 +203,7 @@ PROPERTIES = (
 
 
 def _find_mismatch(calls: Calls) -> list[CollectiveVerdict]:
-    for slot in calls.list_slots():
+    for slot in calls.slots:
         if any(map(is_waiting, slot.called.values())):
             for differing in PROPERTIES:
                 camps: dict[object, list[int]] = {}  # of ranks that made the same call
@@ -213,19 +218,19 @@ def _find_mismatch(calls: Calls) -> list[CollectiveVerdict]:
 
 def _make_mismatch(slot: Slot, camps: list[list[int]], differing: Property) -> CollectiveVerdict:
     # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
-    unknown = len(slot.group.ranks) - sum(map(len, camps))
+    unknown = len(slot.key.ranks) - sum(map(len, camps))
     has_majority = len(camps[0]) > len(camps[1]) + unknown
     odd = camps[1:] if has_majority else camps[:1]
     phrases = [
-        _format_camps(slot.called, [camp, *(other for other in camps if other is not camp)], differing) for camp in odd
+        (camp, _format_camps(slot.called, [camp, *(other for other in camps if other is not camp)], differing))
+        for camp in odd
     ]
-    evidence = {rank: phrase for camp, phrase in zip(odd, phrases, strict=True) for rank in camp} if has_majority else {}
-    return slot.make_verdict(
+    return CollectiveVerdict(
         VerdictKind.MISMATCH,
-        sorted(evidence),
-        "; ".join(f"{format_ranks(camp)} {phrase}" for camp, phrase in zip(odd, phrases, strict=True)),
-        evidence=evidence,
-        seconds=max(call.seconds for call in slot.called.values()),
+        slot.key,
+        "; ".join(f"{format_ranks(camp)} {phrase}" for camp, phrase in phrases),
+        {rank: phrase for camp, phrase in phrases for rank in camp} if has_majority else {},
+        max(call.seconds for call in slot.called.values()),
     )
 
 
@@ -253,8 +258,7 @@ def _find_absent(calls: Calls, answers: Mapping[int, RankCollectives], returned:
         slot = next((slot for slot, call in of_rank.items() if is_waiting(call)), None)
         if slot is not None:
             waiting.setdefault(slot, []).append(rank)
-    in_order = sorted(waiting, key=lambda slot: slot.order)
-    absent_from = {slot: absent for slot in in_order if (absent := calls.find_absent(slot))}
+    absent_from = {slot: absent for slot in calls.slots if slot in waiting and (absent := calls.find_absent(slot))}
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
     verdicts, crossed = [], []
     for slot, absent in absent_from.items():
@@ -299,12 +303,12 @@ def _make_absent(
             evidence[rank] = f"has returned, but {wait} for it in {where}{_format_place(call)}; {history}"
         else:
             evidence[rank] = f"has not joined {where}, in which {wait}{_format_place(call)}; {history}"
-    return slot.make_verdict(
+    return CollectiveVerdict(
         VerdictKind.ABSENT,
-        absent,
+        slot.key,
         "; ".join(f"rank {rank} {evidence[rank]}" for rank in absent),
-        evidence=evidence,
-        seconds=max(slot.called[rank].seconds for rank in waiting),
+        evidence,
+        max(slot.called[rank].seconds for rank in waiting),
         have_returned=have_returned,
     )
 
@@ -320,7 +324,7 @@ def _make_crossed(
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
     """Blame nobody if the cause may be a rank that is not in `waiting`."""
-    first, *others = sorted(waiting, key=lambda slot: (-len(waiting[slot]), slot.order))
+    first, *others = sorted(waiting, key=lambda slot: (-len(waiting[slot]), slot.key))
     inside = {rank for ranks in waiting.values() for rank in ranks}
     is_complete = all(absent_from[slot] <= inside and calls.knows_all(slot) for slot in waiting)
     has_majority = is_complete and all(len(waiting[first]) > len(waiting[slot]) for slot in others)
@@ -334,11 +338,11 @@ def _make_crossed(
     else:
         parts = [f"{_format_wait(waiting[slot])} in {slot.called[waiting[slot][0]]}" for slot in (first, *others)]
         sentence = f"{', '.join(parts)}: they wait for one another"
-    return first.make_verdict(
+    return CollectiveVerdict(
         VerdictKind.CROSSED,
-        evidence if has_majority else (),
+        first.key,
         sentence,
-        evidence=evidence if has_majority else {},
-        seconds=max(slot.called[rank].seconds for slot, ranks in waiting.items() for rank in ranks),
+        evidence if has_majority else {},
+        max(slot.called[rank].seconds for slot, ranks in waiting.items() for rank in ranks),
         is_complete=is_complete,
     )

@@ -12,7 +12,6 @@ and return values, which runs user code. No rank waits for it.
 """
 
 import math
-import signal
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
@@ -208,20 +207,15 @@ def _has_exact_time(failure: ProcessFailure) -> bool:
 
 
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict on the collectives explains all failures.
-
-    It explains secondary failures; a MISMATCH also a death by SIGABRT, since gloo calls abort() in a rank that receives more
-    bytes than expected. A rank that is only late keeps its connections open, so it explains no failure but a timeout.
-    """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
-    has_timed_out = not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
-    if not (verdict.cannot_end_well or (verdict.is_complete and has_timed_out)):
-        return False
-    return all(
-        failure.is_secondary or (verdict.kind is VerdictKind.MISMATCH and failure.signal == signal.SIGABRT)
-        for failure in failures.values()
-    )
+    known = ((failure.is_secondary, failure.signal) for failure in failures.values())
+    return verdict.explains(known, has_timed_out=_has_timed_out(attempt, failures))
+
+
+def _has_timed_out(attempt: AttemptObservations, failures: Failures) -> bool:
+    """Return whether a rank has failed because a peer was late."""
+    return not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
 
 
 def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
@@ -244,8 +238,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
     running = _get_running(attempt, failures)
     if attempt.silent_ranks:
         return _find_silent_ranks(attempt, at, running, verdict)
-    has_timed_out = not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
-    if has_timed_out and all(failure.is_secondary for failure in failures.values()):
+    if _has_timed_out(attempt, failures) and all(failure.is_secondary for failure in failures.values()):
         return {
             rank: build_hang(attempt, running[rank], at, "kept its peers waiting until they timed out")
             for rank in find_ranks_outside_collectives(running)

@@ -33,7 +33,6 @@ MAX_PLACES = 100
 class _Place(NamedTuple):
     """Where a rank was while the others waited for it in a collective."""
 
-    slot: object
     rank: int
     place: str
     stack: str
@@ -53,7 +52,7 @@ class SlowRankFinder:
         if not all(latest.values()) or any(call.name in POINT_TO_POINT for found in latest.values() for call in found):
             return
         calls = Calls(answers)
-        if len(calls.by_rank) == len(answers) > 1 and all(map(calls.knows_all, calls.list_slots())):
+        if len(calls.by_rank) == len(answers) > 1 and all(map(calls.knows_all, calls.slots)):
             self._add_places(calls, answers)
             if not is_look:
                 known_since = max(answers[rank].answered_at - found[0].seconds for rank, found in latest.items())
@@ -72,16 +71,14 @@ class SlowRankFinder:
             self._shares.append({rank: _add_waits(rank, entered, begin, end) / (end - begin) for rank in entered})
 
     def _add_places(self, calls: Calls, answers: Mapping[int, RankCollectives]) -> None:
-        """If exactly one rank is absent while the others wait, note where it is, once for each collective."""
-        for slot in calls.list_slots():
+        """If exactly one rank is absent while the others wait, note where it is."""
+        for slot in calls.slots:
             absent = calls.find_absent(slot)
-            key = slot.group, slot.number
-            if len(absent) == 1 and absent | slot.called.keys() == set(slot.group.ranks):
+            if len(absent) == 1 and absent | slot.called.keys() == set(slot.key.ranks):
                 (rank,) = absent
                 answer = answers[rank]
-                is_new = not self._places or self._places[-1].slot != key
-                if is_new and answer.place and not any(map(is_waiting, answer.collectives)):
-                    self._places.append(_Place(key, rank, answer.place, answer.stack))
+                if answer.place and not any(map(is_waiting, answer.collectives)):
+                    self._places.append(_Place(rank, answer.place, answer.stack))
 
     def find(self) -> Lateness | None:
         """Return the rank for which the others wait, if it is certain that there is one."""
@@ -103,7 +100,7 @@ def _add_waits(rank: int, entered: Mapping[int, Mapping[Slot, float]], begin: fl
     """Return the seconds that a rank has waited between two times."""
     total = 0.0
     for (slot, at), (_, next_at) in pairwise(entered[rank].items()):
-        if slot.called.keys() == set(slot.group.ranks):
+        if slot.called.keys() == set(slot.key.ranks):
             all_entered_at = max(entered[other][slot] for other in slot.called)
             waits_until = min(all_entered_at, end)
             wait = waits_until - max(at, begin)

@@ -59,51 +59,47 @@ class StackDumpParser:
 
     def is_unanswered(self, request: int) -> bool:
         """Return whether this is the latest request (they count from 1), and the rank has written nothing since."""
-        return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
+        return request == self.dump_count and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
         if self._dump_start is None:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
             return True
-        return _reaches_outermost_frame(self._split_dump()[1])
+        return any(thread is None and _reaches_outermost_frame(stack) for thread, stack in self._split_dump())
 
     @property
     def dump(self) -> str:
         """The requested stacks, that of the main thread first. Without that, it is empty."""
-        python_stack, native_stack, others = self._split_dump()
+        stacks = self._split_dump()
+        by_python = [stack for thread, stack in stacks if thread == self.main_thread]
         head = f"Current thread 0x{self.main_thread:016x}"
-        main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
-        return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others]) if main_stack else ""
+        natively = [stack.replace(NATIVE_DUMP_HEAD, head, 1) for thread, stack in stacks if thread is None]
+        main_stack = [*by_python, *natively][:1]
+        others = [stack for thread, stack in stacks if thread not in (None, self.main_thread)]
+        return "\n\n".join(stack.strip("\n") for stack in main_stack + others) if main_stack else ""
 
     @property
     def crash_stack(self) -> str:
         """The stack of the last crash, maybe of a forked child, without mpwatch's frames and without native frames."""
-        text = self._get_text()
-        start = text.rfind(CRASH_HEAD)
-        return _cut_at_rank_main(text[start:].partition(NATIVE_HEAD)[0]).rstrip("\n") if start >= 0 else ""
+        _, head, text = self._get_text().rpartition(CRASH_HEAD)
+        return _cut_at_rank_main(head + text.partition(NATIVE_HEAD)[0]).rstrip("\n") if head else ""
 
-    def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Return the stack of the main thread by Python, that by faulthandler, and the stacks of the other threads."""
+    def _split_dump(self) -> list[tuple[int | None, str]]:
+        """Return the requested stacks with the identifiers of their threads: None for the main thread by faulthandler."""
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
-        python_stack, native_stack = "", ""
-        others: list[str] = []
+        stacks: list[tuple[int | None, str]] = []
         for start, end in pairwise([*starts, len(text)]):
             stack = text[start:end].partition(END_LINE)[0]
-            thread = THREAD_HEAD.match(stack)
-            if thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
-                continue  # the kernel has given the signal to this thread
-            if thread is None:
-                native_stack = native_stack or stack
-            elif int(thread[1], 16) != self.main_thread:
-                others.append(stack)
-            else:
-                python_stack = python_stack or stack
-        return python_stack, native_stack, others
+            if thread := THREAD_HEAD.match(stack):
+                stacks.append((int(thread[1], 16), stack))
+            elif not OUTERMOST_FRAME_OF_THREAD.search(stack):  # else the kernel has given the signal to another thread
+                stacks.append((None, stack))
+        return stacks
 
     def _get_text(self, start: int = 0) -> str:
-        return bytes(self._data[start:]).decode(errors="replace")
+        return self._data[start:].decode(errors="replace")
 
 
 def _reaches_outermost_frame(stack: str) -> bool:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cores.diagnosis.evidence import LOST_PEER, observe
 from cores.machine.state_transitions import TRANSITIONS
 from mpwatch import WorkerState
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Key, VerdictKind
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
@@ -21,7 +21,7 @@ from mpwatch.wire.pickling import return_values
 GRACE, START_TIMEOUT, LIMIT = 3.0, 30.0, 5.0
 ENCODERS = {False: ExceptionEncoder(ValueError("the batch is bad")), True: ExceptionEncoder(LOST_PEER)}
 RETURNED = return_values.pack(7).body
-MISMATCH = CollectiveVerdict(VerdictKind.MISMATCH, (0,), "x", {0: "called something else"}, ("default", "gloo", ()), 1)
+MISMATCH = CollectiveVerdict(VerdictKind.MISMATCH, Key(1, "default", "gloo", ()), "x", {0: "called something else"}, 0.0)
 MAY_REPORT = (m.RankPhase.RUNNING, m.RankPhase.TERMINATING, m.RankPhase.KILLED)  # a rank in these phases may still report
 WAS_STOPPED = {m.RankPhase.EXITING, m.RankPhase.TERMINATING, m.RankPhase.KILLED}
 SECONDS = st.floats(0.5, 30)
