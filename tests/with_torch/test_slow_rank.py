@@ -53,6 +53,7 @@ def test_the_slow_rank_is_named_once_while_the_run_goes_on_and_in_the_report_of_
     assert re.match(r'  File ".*test_slow_rank.py", line \d+ in load\n  File .*, line \d+ in train\n', late.stack)
     (event,) = list_slow_ranks(result)
     assert (event.ranks, event.lateness.place) == ((1,), late.place)
+    assert all(event.time >= result.events[0].time for event in result.events)  # also of CollectivesRecorded
     sentence = r"rank 1 kept the others waiting for \d+ % of the time \(.* in load\)"
     (warning,) = list_warnings(caplog)
     assert re.search(rf": {sentence}$", warning)
