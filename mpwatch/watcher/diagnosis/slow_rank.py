@@ -52,7 +52,10 @@ class SlowRankFinder:
         if not all(latest.values()) or any(call.name in POINT_TO_POINT for found in latest.values() for call in found):
             return
         calls = Calls(answers)
-        if len(calls.by_rank) == len(answers) > 1 and all(map(calls.knows_all, calls.slots)):
+        knows_all = (
+            len(calls.by_rank) == len(answers) and all(calls.by_rank.values()) and all(map(calls.knows_all, calls.slots))
+        )
+        if knows_all and len(answers) > 1:
             self._add_places(calls, answers)
             if not is_look:
                 known_since = max(answers[rank].answered_at - found[0].seconds for rank, found in latest.items())

@@ -155,3 +155,9 @@ def test_a_rank_that_does_not_answer_once_is_not_missed():
     training.watch(finder, 10.0)
     training.watch(finder, PERIOD, silent=0)
     assert training.watch(finder, 20.0)[-1].rank == 1
+
+
+def test_calls_of_a_group_whose_ranks_are_not_known_are_not_judged():
+    finder = SlowRankFinder()
+    finder.add({0: answer(0, waiting("all_reduce", 1, 8, ranks=(0, 1))), 1: answer(1, call("all_reduce", 1, 8, ranks=()))})
+    assert finder.find() is None
