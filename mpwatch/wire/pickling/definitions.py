@@ -161,7 +161,8 @@ def fill_class(cls: Any, state: Any) -> None:
         _unfilled.discard(id(cls))
         set_attribute = _find_in_c(type(cls), "__setattr__")
         for name, value in attributes.items():
-            set_attribute(cls, name, value)
+            if name != "_fields_" or name not in vars(cls):  # those of ctypes can be set only once
+                set_attribute(cls, name, value)
         for each in registered:
             cls.register(each)
         _put(puts)
