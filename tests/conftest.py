@@ -31,8 +31,6 @@ SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
     "notebooks/test_example.py",
     "notebooks/test_kernel.py",
     "notebooks/test_ranks_magic.py",
-    "trainers/test_accelerate.py",
-    "trainers/test_lightning_results.py",
     "trainers/test_moving.py",
     "with_torch/test_torch.py",
 }

@@ -1,14 +1,16 @@
 """Functions of ranks that ask `should_stop`. Every rank of many tests imports this module, so it imports little."""
 
-import itertools
 import os
 import random
-import signal
 import time
 
 import mpwatch
 
 STEPS = 10**12  # more than any test waits for
+
+
+def get_rank():
+    return mpwatch.current_worker().rank
 
 
 def count_steps(steps=STEPS, seconds=0.0, first_step=0):
@@ -20,78 +22,25 @@ def count_steps(steps=STEPS, seconds=0.0, first_step=0):
     return steps
 
 
-def get_rank():
-    return mpwatch.current_worker().rank
-
-
-def stop_itself(rank, at_step):
+def stop_itself(rank=0, at_step=0):
+    """Request a stop on this rank at this step. Return the step at which this rank stops."""
     for step in range(STEPS):
         if mpwatch.should_stop(step):
             return step
-        if get_rank() == rank and step == at_step:
+        if (get_rank(), step) == (rank, at_step):
             assert mpwatch.request_stop()
     return None
 
 
-def train_epochs(barrier, agreed):
-    """Do epochs of ten steps. Rank 0 requests a stop in its third one, when rank 1 is in its fourth. Return where it stops."""
-    for epoch, step in itertools.product(range(6), range(10)):
-        if mpwatch.should_stop(step):
-            return epoch, step
-        if (epoch, step) == (2 + get_rank(), 5):
-            barrier.wait()
-            assert get_rank() == 1 or mpwatch.request_stop()
-            assert agreed.wait(60)
-    return None
-
-
-def end_early(barrier):
-    """Rank 0 is at step 7 when rank 1 has done its last step, which is step 11. Return the step at which rank 0 stops."""
-    if get_rank() == 1:
-        asked = [mpwatch.should_stop(step) for step in range(12)]
-        barrier.wait()
-        return asked
-    asked = [mpwatch.should_stop(step) for step in range(7)]
-    barrier.wait()
-    assert mpwatch.request_stop()
-    first = 7
-    while not mpwatch.should_stop(first):
-        first += 1
-    return first
+def fail_first():
+    if mpwatch.current_worker().restart_count == 0:
+        raise RuntimeError("the first start")
+    return stop_itself()
 
 
 def hold_on(event, signum=None):
+    """Send the signal to the watcher, and wait for the event instead of the next step."""
     mpwatch.should_stop(0)
     if signum is not None and get_rank() == 0:
         os.kill(os.getppid(), signum)
     event.wait()
-
-
-def fail_after_request(is_killed):
-    for step in range(STEPS):
-        if mpwatch.should_stop(step):
-            if get_rank() == 0:
-                if is_killed:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError("the disk is full")
-            return step
-        if get_rank() == 0:
-            mpwatch.request_stop()
-    return None
-
-
-def never_ask(barrier):
-    barrier.wait()
-    return count_steps() if get_rank() == 0 else None
-
-
-def fail_first(message="the first start"):
-    if mpwatch.current_worker().restart_count == 0:
-        raise RuntimeError(message)
-    if get_rank() == 0:
-        mpwatch.request_stop()
-    return count_steps()
-
-
-def ask(step):
-    return mpwatch.should_stop(step)

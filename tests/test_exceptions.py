@@ -2,14 +2,12 @@
 
 import linecache
 import pickle
-import re
 import threading
 import traceback
 
 import pytest
 
 from support import failing
-from support.programs import python
 from support.runs import failed
 
 
@@ -31,12 +29,8 @@ def raise_with_everything():
     raise ExceptionGroup("some", [second, third])
 
 
-def catch_failure(function, *args, **options):
-    return failed(function, 1, args=args, **options)
-
-
 def test_type_attributes_cause_context_notes_and_members_arrive():
-    group = catch_failure(raise_with_everything).__cause__
+    group = failed(raise_with_everything, 1).__cause__
     assert (type(group), group.message) == (ExceptionGroup, "some")
     second, third = group.exceptions
     assert type(second) is failing.KeywordOnlyError
@@ -60,7 +54,7 @@ def raise_error_of_a_class_that_cannot_be_sent():
 
 
 def test_an_exception_whose_class_cannot_be_sent_is_caught_by_its_builtin_class():
-    error = catch_failure(raise_error_of_a_class_that_cannot_be_sent).__cause__
+    error = failed(raise_error_of_a_class_that_cannot_be_sent, 1).__cause__
     assert (type(error).__name__, str(error)) == ("LocalHeldError", "'gone'")
     assert isinstance(error, KeyError)
 
@@ -96,31 +90,10 @@ def raise_all():
 
 
 def test_tracebacks_are_printed_as_in_the_rank():
-    errors = catch_failure(raise_all).__cause__.exceptions
+    errors = failed(raise_all, 1).__cause__.exceptions
     assert len(errors) == 4
     for error in errors:
         assert "".join(traceback.format_exception(error)) == error.text
-
-
-PROGRAM = """\
-import mpwatch
-
-def divide(x):
-    return 1 / x
-
-def train():
-    return divide(mpwatch.current_worker().rank)
-
-try:
-    mpwatch.run(train, 1)
-except mpwatch.RunFailedError as error:
-    print(str(error).splitlines()[0])
-"""
-
-
-def test_a_program_on_stdin():
-    message = python("-", program=PROGRAM).stdout
-    assert re.fullmatch(r"rank 0 failed first: ZeroDivisionError: division by zero \(.*:4 in divide\)\n", message)
 
 
 def generate_and_fail(name):
@@ -133,7 +106,7 @@ def generate_and_fail(name):
 def test_lines_of_code_that_a_rank_has_generated_are_known_then_and_replace_no_others(monkeypatch):
     monkeypatch.setattr(linecache, "cache", {**linecache.cache, "<known>": (4, None, ["ours"], "<known>")})
     for name in ("<made>", "<known>"):
-        catch_failure(generate_and_fail, name)
+        failed(generate_and_fail, 1, args=(name,))
     assert linecache.getline("<made>", 2) == "    return 1 / x  # <made> of the rank\n"
     assert linecache.getline("<known>", 1) == "ours"
 
@@ -147,16 +120,11 @@ def format_with_locals(error):
     return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
 
 
-def test_the_callers_traceback_shows_the_variables_of_the_rank():
-    error = catch_failure(fail, "s3cret", debug="locals")
+def test_the_callers_traceback_shows_the_variables_of_the_rank_if_the_option_is_set():
+    error, without = failed(fail, 1, args=("s3cret",), debug="locals"), failed(fail, 1, args=("s3cret",))
     cause = error.__cause__
     assert format_with_locals(cause).endswith("    folder = {'a': 1}\n    secret = 's3cret'\nValueError: {'a': 1}\n")
     assert "secret     = 's3cret'" in str(pytest.ExceptionInfo.from_exception(cause).getrepr(showlocals=True))
     assert format_with_locals(pickle.loads(pickle.dumps(error)).__cause__) == format_with_locals(cause)
-
-
-def test_without_the_option_no_variables_are_sent():
-    error = catch_failure(fail, "s3cret")
-    frames = [frame for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)]
-    assert [frame.f_locals for frame in frames] == [{}]
-    assert b"s3cret" not in pickle.dumps(error)
+    assert [frame.f_locals for frame, _ in traceback.walk_tb(without.__cause__.__traceback__)] == [{}]
+    assert b"s3cret" not in pickle.dumps(without)

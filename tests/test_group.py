@@ -188,11 +188,6 @@ def test_a_group_may_be_made_in_one_thread_and_used_in_others():
         assert [future.result() for future in found] == [[2 * i, 2 * i] for i in range(9)]
 
 
-def wait_for(event):
-    assert event.wait(60)
-    return os.getpid()
-
-
 def restart_counts(group):
     return [worker.restart_count for worker in group.workers]
 
@@ -215,7 +210,7 @@ def list_new(before, after):
 def test_a_lost_rank_ends_its_own_call_only_and_is_restarted_by_the_next_one_that_needs_it(group, caplog, eventually):
     pids = pids_of(group)
     event = SPAWN.Event()
-    other = group.submit(wait_for, args=(event,), ranks=1)
+    other = group.submit(lambda: event.wait(60) and os.getpid(), ranks=1)
     with pytest.raises(RunFailedError, match=r"\n  the next call starts rank 0 again; its state is lost$") as caught:
         group.run(failing.is_killed, ranks=0)
     assert caught.value.root_cause.kind is FailureKind.SIGNAL

@@ -26,21 +26,15 @@ def meet_and_wait(barrier, event=None):
     return functions.rank()
 
 
-def append(value):
-    values = mpwatch.current_worker().state.setdefault("values", [])
-    values.append(value)
-    return list(values)
-
-
 @pytest.fixture
 def group():
     with WorkerGroup(3) as group:
         yield group
 
 
-def submit_waiting(group, ranks, function=meet_and_wait):
+def submit_waiting(group, ranks, event=None):
     barrier = SPAWN.Barrier(len(ranks) + 1)
-    handle = group.submit(function, (barrier,), ranks=ranks)
+    handle = group.submit(meet_and_wait, (barrier, event), ranks=ranks)
     barrier.wait(60)
     return handle
 
@@ -72,14 +66,11 @@ def test_ranks_that_do_not_exist(group, ranks, text):
 
 
 def test_per_rank_has_a_value_for_each_rank_or_for_each_called_rank(group):
-    assert dict(group.run(append, (PerRank(["a", "b", "c"]),), ranks=[2, 1]).return_values) == {1: ["b"], 2: ["c"]}
-    assert dict(group.run(append, kwargs={"value": PerRank(["d", "e"])}, ranks=[2, 1]).return_values) == {
-        1: ["b", "d"],
-        2: ["c", "e"],
-    }
+    assert group.run(str, (PerRank("abc"[rank] for rank in range(3)),), ranks=[2, 1]).return_values == {1: "b", 2: "c"}
+    assert group.run(dict, kwargs={"x": PerRank([7, 8])}, ranks=[2, 1]).return_values == {1: {"x": 7}, 2: {"x": 8}}
     text = r"^args\[0\] is a PerRank of 1 value, but there are 3 ranks, of which 2 are called$"
     with pytest.raises(ValueError, match=text):
-        group.run(append, (PerRank(["a"]),), ranks=[2, 1])
+        group.run(str, (PerRank(["a"]),), ranks=[2, 1])
 
 
 def test_calls_of_different_ranks_run_at_the_same_time(group):
@@ -113,9 +104,7 @@ def test_a_call_that_waits_can_be_cancelled(group):
 @pytest.fixture
 def other(group):
     pids, event = list(group.run(os.getpid)), SPAWN.Event()
-    barrier = SPAWN.Barrier(2)
-    handle = group.submit(meet_and_wait, (barrier, event), ranks=2)
-    barrier.wait(60)
+    handle = submit_waiting(group, [2], event)
     yield
     assert not handle.done()
     event.set()
@@ -134,23 +123,20 @@ def test_terminate_interrupts_one_call_and_its_ranks_stay(group):
 @pytest.mark.usefixtures("other")
 def test_ctrl_c_interrupts_only_the_call_of_the_main_thread(group):
     barrier = SPAWN.Barrier(2)
-    interrupter = threading.Thread(target=lambda: (barrier.wait(60), os.kill(os.getpid(), signal.SIGINT)))
-    interrupter.start()
+    threading.Thread(target=lambda: (barrier.wait(60), os.kill(os.getpid(), signal.SIGINT))).start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             group.run(meet_and_wait, (barrier,), ranks=1)
     finally:
         signal.signal(signal.SIGINT, before)
-    interrupter.join()
 
 
 def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
     pids = list(group.run(os.getpid))
-    barrier = SPAWN.Barrier(2)
-    other = group.submit(meet_and_wait, (barrier,), ranks=[2])
+    other = submit_waiting(group, [2])
     with pytest.raises(RunFailedError) as caught:
-        group.run(lambda: barrier.wait(60) is None or failing.is_killed(), ranks=0)
+        group.run(failing.is_killed, ranks=0)
     assert caught.value.root_cause.signal == signal.SIGKILL
     with pytest.raises(RunFailedError) as stopped:
         other.result(60)
@@ -165,10 +151,8 @@ def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
 
 
 def test_close_cancels_calls_that_wait_and_lets_others_end():
-    event, barrier = SPAWN.Event(), SPAWN.Barrier(2)
-    group = WorkerGroup(2)
-    running = group.submit(meet_and_wait, (barrier, event), ranks=0)
-    barrier.wait(60)
+    event, group = SPAWN.Event(), WorkerGroup(2)
+    running = submit_waiting(group, [0], event)
     waiting = group.submit(functions.rank)
     waiting.add_done_callback(lambda _: event.set())
     group.close()

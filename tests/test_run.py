@@ -19,7 +19,7 @@ from support.programs import python
 
 
 def test_values_come_back_by_rank():
-    result = mpwatch.run(functions.rank, 3)
+    result = mpwatch.run(functions.rank, 3, timeout=3e9, grace_period=1e9)  # limits may be of any length
     assert list(result) == [0, 1, 2]
     assert (len(result), result[2], result[-1], result[1:], result[::-1], result[5:]) == (3, 2, 2, [1, 2], [2, 1, 0], [])
     assert dict(result.items()) == result.return_values == {0: 0, 1: 1, 2: 2}
@@ -44,20 +44,10 @@ def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import environment
 
-    expected = {
+    expected = {  # tests/trainers/test_moving.py has the variables of torchrun
         "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
         "NODE_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": "0",
-        "ROLE_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
         "MORE": "yes",
@@ -136,15 +126,11 @@ def test_objects_of_multiprocessing_are_shared():
 
 
 def test_a_run_inside_a_rank():
-    def outer():
-        return list(mpwatch.run(functions.rank, 2)), functions.rank()
-
-    assert list(mpwatch.run(outer, 2)) == [([0, 1], 0), ([0, 1], 1)]
+    assert list(mpwatch.run(lambda: [*mpwatch.run(functions.rank, 2), functions.rank()], 2)) == [[0, 1, 0], [0, 1, 1]]
 
 
-@pytest.mark.parametrize("code", [0, None])
-def test_sys_exit_0_is_a_success_without_a_value(code):
-    assert list(mpwatch.run(sys.exit, 1, args=(code,))) == [None]
+def test_sys_exit_0_is_a_success_without_a_value():
+    assert list(mpwatch.run(sys.exit, 2, args=(mpwatch.PerRank([0, None]),))) == [None, None]
 
 
 @pytest.mark.parametrize("grace_period", [0, 10])
@@ -170,19 +156,9 @@ def test_a_hundred_ranks():
     assert list(mpwatch.run(functions.rank, 100)) == list(range(100))
 
 
-def test_limits_of_any_length():
-    assert list(mpwatch.run(functions.rank, 1, timeout=3e9, grace_period=1e9)) == [0]
-
-
 def test_the_timeout_is_for_the_whole_run_start_included():
-    def slow(worker):
-        end = time.monotonic() + 0.3
-        while time.monotonic() < end:
-            pass
-        return {}
-
     with pytest.raises(mpwatch.RunTimeoutError):
-        mpwatch.run(functions.rank, 1, timeout=0.2, env=slow)
+        mpwatch.run(functions.rank, 1, timeout=0.2, env=lambda worker: time.sleep(0.3) or {})
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Ranks that are asked to save and return: `should_stop`, `request_stop` and the option `stop`."""
 
+import itertools
 import os
 import random
 import re
@@ -16,7 +17,7 @@ import stop_functions
 from mpwatch import WorkerGroup, WorkerState
 from mpwatch.events import Restarting, Stopping, WorkerExited, WorkerReady, WorkerStarted
 from stop_functions import STEPS
-from support import functions
+from support import failing, functions
 from support.process_state import SPAWN, children, is_alive
 from support.runs import at, failed
 from support.thoroughness import choose
@@ -74,7 +75,7 @@ def test_nobody_is_asked_if_nothing_runs():
     with WorkerGroup(1) as group:
         group.run(functions.rank)
         assert mpwatch.request_stop() is False
-        assert group.run(stop_functions.ask, (3,))[0] is False
+        assert group.run(mpwatch.should_stop, (3,))[0] is False
 
 
 def test_a_handle_stops_its_own_ranks_only():
@@ -121,55 +122,76 @@ def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
         assert received == [signal.SIGUSR1]
 
 
-def fail_or_wait_for_stop():
-    """Rank 0 fails at once. The others wait until they are asked to stop, and then save for a while."""
-    if functions.rank() == 0:
-        raise OSError("the disk is full")
-    step = stop_functions.count_steps(seconds=0.001)
-    time.sleep(0.3)
-    return step
-
-
 @pytest.mark.parametrize("delay", [0.0, 600.0])
 def test_independent_ranks_save_although_another_one_has_failed(delay):
     """With the delay, rank 0 waits for its restart when the stop is requested."""
+
+    def fail_or_wait_for_stop():
+        if functions.rank() == 0:
+            raise OSError("the disk is full")
+        step = stop_functions.count_steps(seconds=0.001)
+        time.sleep(0.3)  # it takes time to save
+        return step
+
     policy = mpwatch.RestartPolicy(1, scope="worker", delay=delay)
-    with pytest.raises(mpwatch.RunFailedError, match="the disk is full") as caught:
-        mpwatch.run(fail_or_wait_for_stop, 3, max_restarts=policy, on_event=at(WorkerExited, mpwatch.request_stop))
-    states = caught.value.result.worker_states
-    assert states == {0: WorkerState.FAILED, 1: WorkerState.SUCCEEDED, 2: WorkerState.SUCCEEDED}
-    assert caught.value.result.stopped_at is not None
+    error = failed(fail_or_wait_for_stop, 3, max_restarts=policy, on_event=at(WorkerExited, mpwatch.request_stop))
+    assert "the disk is full" in str(error)
+    states = {0: WorkerState.FAILED, 1: WorkerState.SUCCEEDED, 2: WorkerState.SUCCEEDED}
+    assert (error.result.worker_states, error.result.stopped_at is not None) == (states, True)
 
 
 def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
-    result = mpwatch.run(stop_functions.never_ask, 3, args=(barrier,), stop=mpwatch.StopPolicy(after=0.5))
+    def ask_on_rank_0(barrier):
+        barrier.wait()
+        return stop_functions.count_steps() if functions.rank() == 0 else None
+
+    result = mpwatch.run(ask_on_rank_0, 3, args=(barrier,), stop=mpwatch.StopPolicy(after=0.5))
     assert result[0] == result.stopped_at
     assert list(result)[1:] == [None] * 2
 
 
 @pytest.mark.parametrize("nprocs", [2])
 def test_a_rank_that_has_returned_has_passed_its_last_step(barrier, nprocs):
-    result = mpwatch.run(stop_functions.end_early, nprocs, args=(barrier,))
+    def end_early(barrier):
+        asked = [mpwatch.should_stop(step) for step in range(7 if functions.rank() == 0 else 12)]
+        barrier.wait()
+        if functions.rank() == 1:
+            return asked
+        assert mpwatch.request_stop()
+        return stop_functions.count_steps(first_step=7)
+
+    result = mpwatch.run(end_early, nprocs, args=(barrier,))
     assert result[1] == [False] * 12
     assert result[0] == result.stopped_at >= 12
 
 
 def test_ranks_in_different_epochs_stop_in_the_same_one():
-    """The request comes when rank 1 is an epoch ahead of rank 0, and they go on when all have agreed on a step."""
-    agreed = SPAWN.Event()
+    """Rank 0 requests a stop in its third epoch, when rank 1 is in its fourth. They go on when all have agreed on a step."""
 
-    arguments = {"args": (SPAWN.Barrier(2), agreed), "on_event": at(Stopping, agreed.set)}
-    result = mpwatch.run(stop_functions.train_epochs, 2, **arguments)
+    def train(barrier, agreed):
+        for epoch, step in itertools.product(range(6), range(10)):
+            if mpwatch.should_stop(step):
+                return epoch, step
+            if (epoch, step) == (2 + functions.rank(), 5):
+                barrier.wait()
+                assert functions.rank() == 1 or mpwatch.request_stop()
+                assert agreed.wait(60)
+        return None
+
+    agreed = SPAWN.Event()
+    result = mpwatch.run(train, 2, args=(SPAWN.Barrier(2), agreed), on_event=at(Stopping, agreed.set))
     assert list(result) == [(3, 6), (3, 6)]
     assert result.stopped_at == 6
 
 
-@pytest.mark.parametrize(("is_killed", "text"), [(False, "OSError: the disk is full"), (True, "SIGKILL")])
-def test_a_failure_after_the_request_is_a_failure_without_restart(is_killed, text):
-    with pytest.raises(mpwatch.RunFailedError, match=rf"rank 0 .*{text}") as caught:
-        mpwatch.run(stop_functions.fail_after_request, 2, args=(is_killed,), max_restarts=3)
-    assert caught.value.result.notes == ("not restarted: a stop was requested (request_stop() in rank 0)",)
-    assert len(caught.value.result.attempts) == 1
+@pytest.mark.parametrize(
+    ("fail", "text"), [(failing.raises_value_error, "ValueError: the batch is bad"), (failing.is_killed, "SIGKILL")]
+)
+def test_a_failure_after_the_request_is_a_failure_without_restart(fail, text):
+    error = failed(lambda: stop_functions.stop_itself() + (functions.rank() == 0 and fail()), 2, max_restarts=3)
+    assert re.match(rf"rank 0 .*{text}", str(error))
+    assert error.result.notes == ("not restarted: a stop was requested (request_stop() in rank 0)",)
+    assert len(error.result.attempts) == 1
 
 
 def test_ranks_that_were_restarted_stop():
@@ -181,9 +203,9 @@ def test_ranks_that_were_restarted_stop():
 def test_a_request_before_a_restart_is_the_end():
     policy = mpwatch.RestartPolicy(1, delay=600.0)
     observer = at(Restarting, partial(os.kill, os.getpid(), signal.SIGUSR1))
-    with pytest.raises(mpwatch.RunFailedError, match="the first start") as caught:
-        mpwatch.run(stop_functions.fail_first, 2, max_restarts=policy, stop=USR1, on_event=observer)
-    assert caught.value.result.notes == ("not restarted: a stop was requested (SIGUSR1)",)
+    error = failed(stop_functions.fail_first, 2, max_restarts=policy, stop=USR1, on_event=observer)
+    assert "the first start" in str(error)
+    assert error.result.notes == ("not restarted: a stop was requested (SIGUSR1)",)
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGUSR1, mpwatch.RunFailedError), (signal.SIGINT, KeyboardInterrupt)])
@@ -219,9 +241,9 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
     ("step", "error", "text"), [(1.5, TypeError, "as an int, not a float"), (1 << 64, ValueError, "64 bits")]
 )
 def test_a_step_is_an_int_of_64_bits(step, error, text):
-    with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
-        mpwatch.run(stop_functions.ask, 1, args=(step,))
-    assert isinstance(caught.value.__cause__, error)
+    cause = failed(mpwatch.should_stop, 1, args=(step,)).__cause__
+    assert isinstance(cause, error)
+    assert text in str(cause)
 
 
 def test_signals_need_the_main_thread():

@@ -27,22 +27,12 @@ def report_and_wait(barrier):
 def ignore_sigint_and_wait(barrier):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     barrier.wait()
-    while True:
-        time.sleep(1000)
+    failing.wait_to_be_stopped()
 
 
-def save_at_sigint(barrier, path):
-    try:
-        barrier.wait()  # SIGINT may come before this returns
-        time.sleep(1000)
-    except KeyboardInterrupt:
-        path.write_text("saved")
-        raise
-
-
-def submit_waiting(function=report_and_wait, *args, **options):
+def submit_waiting(function=report_and_wait, **options):
     barrier = SPAWN.Barrier(3)
-    handle = mpwatch.submit(function, 2, args=(barrier, *args), **options)
+    handle = mpwatch.submit(function, 2, args=(barrier,), **options)
     barrier.wait(60)
     return handle
 
@@ -97,7 +87,16 @@ def test_it_can_be_looked_into():
 
 def test_terminate_interrupts_the_ranks_and_waits_for_them(tmp_path):
     path, before, after = tmp_path / "checkpoint", children(), []
-    handle = submit_waiting(save_at_sigint, path)
+
+    def save_at_sigint(barrier):
+        try:
+            barrier.wait()  # SIGINT may come before this returns
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            path.write_text("saved")
+            raise
+
+    handle = submit_waiting(save_at_sigint)
     handle.add_done_callback(lambda _: after.append(children()))
     handle.terminate()
     assert path.read_text() == "saved"
@@ -149,11 +148,7 @@ def end_just_after_submit():
 
 @pytest.mark.parametrize(
     ("function", "status", "ranks"),
-    [
-        (end_while_a_run_goes_on, 3, 2),
-        (run_in_a_daemon_thread, 0, 2),
-        (end_just_after_submit, 0, 0),
-    ],
+    [(end_while_a_run_goes_on, 3, 2), (run_in_a_daemon_thread, 0, 2), (end_just_after_submit, 0, 0)],
 )
 def test_a_program_that_ends_stops_its_ranks(function, status, ranks):
     began = time.monotonic()

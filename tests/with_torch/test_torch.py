@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import signal
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import mpwatch
-from support.programs import python
+from support import failing
+from support.programs import in_own_process
+from support.runs import failed
 from support.thoroughness import THOROUGH
 
-HERE = Path(__file__).parent
 SPAWN = multiprocessing.get_context("spawn")
 MANY = 1 << 18  # numbers, which are more than what is copied
 
@@ -48,13 +50,15 @@ def test_the_process_group_is_made_and_its_store_listens_on_the_loopback_interfa
     assert gloo_ranks.run(find_listening_addresses)[0] == ["0100007F"]  # 127.0.0.1
 
 
-def test_ranks_keep_their_process_group_from_call_to_call_and_have_a_new_one_after_an_exception(gloo_ranks):
-    def is_kept():
-        dist.all_reduce(torch.ones(1))
-        state = mpwatch.current_worker().state
-        previous, state["group"] = state.get("group"), dist.group.WORLD
-        return previous is dist.group.WORLD
+def is_kept():
+    """Return whether the process group is that of the previous call."""
+    dist.all_reduce(torch.ones(1))
+    state = mpwatch.current_worker().state
+    previous, state["group"] = state.get("group"), dist.group.WORLD
+    return previous is dist.group.WORLD
 
+
+def test_ranks_keep_their_process_group_from_call_to_call_and_have_a_new_one_after_an_exception(gloo_ranks):
     def raise_on_rank_1():
         if dist.get_rank() == 1:
             raise ValueError("bad")
@@ -67,6 +71,33 @@ def test_ranks_keep_their_process_group_from_call_to_call_and_have_a_new_one_aft
         gloo_ranks.run(dist.destroy_process_group)
     assert list(gloo_ranks.run(is_kept)) == [False, False]
     assert [worker.restart_count for worker in gloo_ranks.workers] == [0, 0]
+
+
+@pytest.mark.slow
+def test_some_ranks_have_the_process_group_of_all():
+    """All ranks make it before the first call of some ranks, and again if a rank was lost."""
+
+    def receive():
+        dist.recv(tensor := torch.zeros(1), 0)
+        return tensor.item()
+
+    def get_size_and_rank():
+        return dist.get_world_size(), dist.get_rank()
+
+    with mpwatch.WorkerGroup(2, backend="gloo") as group:
+        sender, receiver = group.submit(lambda: dist.send(torch.ones(1), 1), ranks=0), group.submit(receive, ranks=1)
+        assert (list(receiver.result(60).values()), list(sender.result(60).values())) == ([1.0], [None])  # at the same time
+        bad, *handles = [
+            group.submit(failing.raises_value_error, ranks=1),
+            *(group.submit(get_size_and_rank, ranks=rank) for rank in (0, 1, 0)),
+        ]
+        with pytest.raises(mpwatch.RunFailedError, match="the batch is bad"):
+            bad.result(60)
+        assert [list(handle.result(60).values()) for handle in handles] == [[(2, 0)], [(2, 1)], [(2, 0)]]
+        assert [list(group.run(is_kept)) for _ in range(2)] == [[False, False], [True, True]]
+        with pytest.raises(mpwatch.RunFailedError, match="SIGKILL"):
+            group.run(failing.is_killed, ranks=1)
+        assert list(group.run(get_size_and_rank, ranks=0).values()) == [(2, 0)]
 
 
 class StepError(Exception):
@@ -94,31 +125,21 @@ def fails_in_a_collective(fail, order, peer_has_failed):
         raise
 
 
-def raise_value_error():
-    raise ValueError("the batch is bad")
-
-
-def kill_itself():
-    os.kill(os.getpid(), 9)
-
-
 @pytest.mark.parametrize(
     ("fail", "order", "nprocs"),
     [
-        (raise_value_error, "peers first", 3),
-        (kill_itself, "cause first", 3),
-        pytest.param(raise_value_error, "cause first", 3, marks=pytest.mark.slow),
-        pytest.param(kill_itself, "peers first", 3, marks=pytest.mark.slow),
-        pytest.param(raise_value_error, "peers first", 8, marks=THOROUGH),
-        pytest.param(kill_itself, "cause first", 8, marks=THOROUGH),
+        (failing.raises_value_error, "peers first", 3),
+        (failing.is_killed, "cause first", 3),
+        pytest.param(failing.raises_value_error, "cause first", 3, marks=pytest.mark.slow),
+        pytest.param(failing.is_killed, "peers first", 3, marks=pytest.mark.slow),
+        pytest.param(failing.raises_value_error, "peers first", 8, marks=THOROUGH),
+        pytest.param(failing.is_killed, "cause first", 8, marks=THOROUGH),
     ],
 )
 def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(fail, order, nprocs):
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(fails_in_a_collective, nprocs, args=(fail, order, SPAWN.Event()), backend="gloo")
-    error = caught.value
+    error = failed(fails_in_a_collective, nprocs, args=(fail, order, SPAWN.Event()), backend="gloo")
     assert error.root_cause.rank == 1, str(error)
-    assert isinstance(error.__cause__, ValueError) == (fail is raise_value_error)
+    assert isinstance(error.__cause__, ValueError) == (fail is failing.raises_value_error)
     assert all(failure.is_secondary for rank, failure in error.result.failures.items() if rank != 1), str(error)
     if order == "peers first":
         assert " of rank 1: StepError" in str(error)
@@ -127,16 +148,11 @@ def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(
 # ---- Tensors as arguments and return values
 
 
-def list_mappings():
-    """Return the address ranges of the memory that mpwatch has mapped in this process."""
-    lines = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if re.search(r"[:/]mpwatch-\S+ \(deleted\)$", line)
-    ]
-    return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
-
-
 def is_mapped(tensor):
-    return any(tensor.data_ptr() in mapping for mapping in list_mappings())
+    """Return whether it is in memory that mpwatch has mapped in this process."""
+    maps = Path("/proc/self/maps").read_text()
+    found = re.findall(r"^(\S+)-(\S+) .*[:/]mpwatch-\S+ \(deleted\)$", maps, re.MULTILINE)
+    return any(int(begin, 16) <= tensor.data_ptr() < int(end, 16) for begin, end in found)
 
 
 def send_back(thing):
@@ -223,6 +239,15 @@ def test_tensors_in_shared_memory_stay_shared(gloo_ranks):
     assert not any(tensor.is_shared() for value in values for tensor in value)
 
 
+@pytest.mark.slow
+@in_own_process
+def test_more_small_tensors_than_descriptors():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    tensors = [torch.full((3,), float(n)) for n in range(2000)]
+    for values in mpwatch.run(lambda tensors: [tensor + 1 for tensor in tensors], 2, args=(tensors,)):
+        assert all(torch.equal(value, tensor + 1) for value, tensor in zip(values, tensors, strict=True))
+
+
 # ---- What training scripts do
 
 
@@ -235,15 +260,6 @@ def test_report_accepts_numbers_of_numpy_and_torch(gloo_ranks):
 
     progress = gloo_ranks.run(work).progress[0]
     assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "printed"),
-    [("script_preambles.py", "done\n"), ("classes_of_script.py", "done\ndone\n")],
-)
-def test_functions_of_training_scripts_find_their_global_variables_and_classes(script, printed):
-    assert python("-W", "ignore", str(HERE / script)).stdout == printed
 
 
 @pytest.mark.slow
@@ -279,20 +295,16 @@ def test_the_death_of_a_rank_is_reported_while_its_data_loader_workers_live():
             next(batches)
         dist.barrier()
         if dist.get_rank() == 1:
-            kill_itself()
+            failing.is_killed()
         signal.pause()
 
-    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
-        mpwatch.run(iterate, 2, backend="gloo")
+    assert "rank 1 was killed by SIGKILL" in str(failed(iterate, 2, backend="gloo"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_names_what_works():
-    with pytest.raises(mpwatch.RunFailedError, match='"gloo", or "auto"'):
-        mpwatch.run(dist.get_rank, 1, backend="nccl")
+    assert '"gloo", or "auto"' in str(failed(dist.get_rank, 1, backend="nccl"))
 
 
 def test_a_collective_without_a_process_group_says_how_to_have_one():
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(dist.barrier, 1)
-    assert "backend=" in caught.value.__cause__.__notes__[0]
+    assert "backend=" in failed(dist.barrier, 1).__cause__.__notes__[0]
