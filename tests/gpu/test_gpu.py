@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,37 +13,27 @@ import torch
 import mpwatch
 from mpwatch import FailureKind
 from support.programs import call
+from support.runs import failed
 
 MIB = 1 << 20
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
-
-
-def report_of(fn, nprocs=1, **options):
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(fn, nprocs, **options)
-    return caught.value
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"),
+]
 
 
 # --- Starts, devices and process groups
 
 
-@needs_gpu
-def test_the_number_of_ranks_is_that_of_the_gpus():
-    for nprocs in ("gpu", "auto"):
-        assert len(mpwatch.run(os.getpid, nprocs)) == torch.cuda.device_count()
-
-
-@needs_gpu
-def test_each_rank_sees_its_own_gpu():
+@pytest.mark.parametrize("nprocs", ["gpu", "auto"])
+def test_there_is_a_rank_for_each_gpu_and_it_sees_only_that(nprocs):
     def look():
         return torch.cuda.device_count(), torch.zeros(1, device="cuda").device.index
 
-    count = torch.cuda.device_count()
-    assert list(mpwatch.run(look, count, placement=mpwatch.Placement(gpus="own"))) == [(1, 0)] * count
+    assert list(mpwatch.run(look, nprocs, placement=mpwatch.Placement(gpus="own"))) == [(1, 0)] * torch.cuda.device_count()
 
 
-@needs_gpu
 @pytest.mark.parametrize(("backend", "nprocs", "name"), [("auto", 1, "nccl"), ("gloo", 4, "gloo")])
 def test_a_process_group_reduces_cuda_tensors(backend, nprocs, name):
     def reduce():
@@ -58,7 +47,6 @@ def test_a_process_group_reduces_cuda_tensors(backend, nprocs, name):
 # --- CUDA tensors on their way
 
 
-@needs_gpu
 def test_cuda_tensors_are_arguments_results_and_parts_of_exceptions():
     class Diverged(Exception):
         pass
@@ -73,12 +61,11 @@ def test_cuda_tensors_are_arguments_results_and_parts_of_exceptions():
     values = mpwatch.run(add, 2, args=(tensor, mpwatch.PerRank([tensor, tensor * 2])))
     assert [value.tolist() for value, _ in values] == [[0, 2, 4, 6], [0, 3, 6, 9]]
     assert {device for _, device in values} == {"cuda"}
-    error = report_of(fail, args=(tensor,))
+    error = failed(fail, 1, args=(tensor,))
     assert type(error.__cause__).__name__ == "Diverged"
     assert error.__cause__.args[0] == 6.0
 
 
-@needs_gpu
 def test_a_result_on_the_gpu_arrives_or_says_what_to_do():
     def make():
         return torch.ones(4, device="cuda")
@@ -97,7 +84,6 @@ def use_the_gpu_in_ranks_only():
     print(list(mpwatch.run(use, 2)), torch.cuda.is_initialized())
 
 
-@needs_gpu
 def test_the_caller_has_no_cuda_context():
     assert call(use_the_gpu_in_ranks_only).stdout == "[1.0, 1.0] False\n"
 
@@ -105,18 +91,16 @@ def test_the_caller_has_no_cuda_context():
 # --- Failures
 
 
-@needs_gpu
 def test_out_of_memory_on_the_gpu_says_how_much_was_asked(record_property):
     def ask_for_too_much():
         torch.empty(torch.cuda.mem_get_info()[1] * 2, dtype=torch.uint8, device="cuda")
 
-    error = report_of(ask_for_too_much)
+    error = failed(ask_for_too_much, 1)
     record_property("verdict", str(error).splitlines()[0][:160])
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
     assert re.search(r"Tried to allocate [\d.]+ GiB", str(error))
 
 
-@needs_gpu
 @pytest.mark.parametrize("is_blocking", [False, True])
 def test_a_device_side_assert_names_its_line(is_blocking, record_property):
     def look_up():
@@ -124,7 +108,7 @@ def test_a_device_side_assert_names_its_line(is_blocking, record_property):
         rows = table(torch.tensor([7], device="cuda"))  # the wrong line
         return rows.sum().item()
 
-    error = report_of(look_up, env={"CUDA_LAUNCH_BLOCKING": "1"} if is_blocking else {})
+    error = failed(look_up, 1, env={"CUDA_LAUNCH_BLOCKING": "1"} if is_blocking else {})
     record_property("verdict", str(error).splitlines()[0][:160])
     assert "device-side assert" in str(error)
     assert "CUDA_LAUNCH_BLOCKING" in str(error.__cause__)
@@ -132,7 +116,6 @@ def test_a_device_side_assert_names_its_line(is_blocking, record_property):
         assert "the wrong line" in error.root_cause.traceback
 
 
-@needs_gpu
 def test_a_kernel_that_never_ends_is_killed_and_its_memory_is_free_before_the_restart(record_property):
     def hang_once():
         block = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.7), dtype=torch.uint8, device="cuda")
@@ -149,7 +132,6 @@ def test_a_kernel_that_never_ends_is_killed_and_its_memory_is_free_before_the_re
     assert "synchronize" in first.stack
 
 
-@needs_gpu
 def test_a_rank_killed_in_a_launch_leaves_no_memory(record_property):
     def die_launching():
         block = torch.ones(256 * MIB, device="cuda")
@@ -169,14 +151,13 @@ def test_a_rank_killed_in_a_launch_leaves_no_memory(record_property):
         assert str(pid) not in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-@needs_gpu
 def test_a_collective_of_nccl_is_named():
     def wait_alone():
         torch.distributed.all_reduce(torch.ones(3, device="cuda"))
         mpwatch.heartbeat()
         time.sleep(600)
 
-    error = report_of(wait_alone, backend="nccl", heartbeat_timeout=5)
+    error = failed(wait_alone, 1, backend="nccl", heartbeat_timeout=5)
     assert error.result.collectives[0].name == "all_reduce"
     assert error.result.collectives[0].backend == "nccl"
 
@@ -184,7 +165,6 @@ def test_a_collective_of_nccl_is_named():
 # --- A warm group, compiled functions, helpers
 
 
-@needs_gpu
 def test_a_warm_group_keeps_its_cuda_state(record_property):
     def keep(tensor):
         state = mpwatch.current_worker().state
@@ -200,8 +180,6 @@ def test_a_warm_group_keeps_its_cuda_state(record_property):
     assert result[0].tolist() == [101.0] * 4
 
 
-@needs_gpu
-@pytest.mark.timeout(180)
 def test_a_compiled_function_leaves_no_compiler():
     def compile_and_call():
         double = torch.compile(lambda x: x * 2 + 1)
@@ -210,7 +188,6 @@ def test_a_compiled_function_leaves_no_compiler():
     assert list(mpwatch.run(compile_and_call, 2)) == [192.0, 192.0]
 
 
-@needs_gpu
 def test_pinned_batches_of_killed_loaders():
     def load():
         data = torch.utils.data.TensorDataset(torch.ones(64, 8))
@@ -222,49 +199,29 @@ def test_pinned_batches_of_killed_loaders():
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert list(mpwatch.run(load, 2)) == [512.0, 512.0]
-    assert report_of(load_and_die, 2).root_cause.kind is FailureKind.SIGNAL
+    assert failed(load_and_die, 2).root_cause.kind is FailureKind.SIGNAL
 
 
 # --- Trainers
 
 
-@needs_gpu
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("package", ["lightning", "transformers"])
-def test_a_trainer_trains_two_steps(package):
-    if find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    assert list(mpwatch.run(TRAINERS[package], 1)) == ["cuda"]
+def test_a_trainer_trains_two_steps(package, tmp_path):
+    def train_with_lightning():
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.demos import BoringModel
 
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(accelerator="gpu", devices=1, max_steps=2, **quiet)
+        trainer.fit(BoringModel())
+        return trainer.strategy.root_device.type
 
-def train_with_lightning():
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.demos import BoringModel
+    def train_with_transformers():
+        from trainers.test_transformers import train
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="gpu", devices=1, max_steps=2, **quiet)
-    trainer.fit(BoringModel())
-    return trainer.strategy.root_device.type
+        *_, device = train(str(tmp_path), 2)["place"]
+        return device
 
-
-def train_with_transformers():
-    import tempfile
-
-    import transformers
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 1)
-
-        def forward(self, x):
-            return {"loss": self.layer(x).mean()}
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(folder, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True)
-        trainer = transformers.Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(8)}] * 8)
-        trainer.train()
-        return trainer.args.device.type
-
-
-TRAINERS = {"lightning": train_with_lightning, "transformers": train_with_transformers}
+    pytest.importorskip(package)
+    train = {"lightning": train_with_lightning, "transformers": train_with_transformers}[package]
+    assert list(mpwatch.run(train, 1)) == ["cuda"]

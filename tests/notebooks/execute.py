@@ -4,7 +4,6 @@ Nothing specific to the machine is stored: no times, versions or folders. With `
 """
 
 import argparse
-from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -20,23 +19,13 @@ def execute(path):
         notebook,
         timeout=60,
         record_timing=False,
+        coalesce_streams=True,
         shutdown_kernel="immediate",  # otherwise the end takes two seconds: see docs/how-to/notebooks.md
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute()
     notebook.metadata["language_info"] = {"name": "python"}
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = join_streams(cell.outputs)
     return notebook
-
-
-def join_streams(outputs):
-    """Join successive pieces of the same stream, as a notebook shows them."""
-    for earlier, later in pairwise(outputs):
-        if earlier.get("name", "no stream") == later.get("name"):
-            later.text = earlier.pop("text") + later.text
-    return [output for output in outputs if output.output_type != "stream" or "text" in output]
 
 
 def remove_folder(text):

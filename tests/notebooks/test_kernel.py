@@ -88,20 +88,6 @@ def test_a_second_interrupt_kills_ranks_that_ignore_the_first(kernel, start_wait
     assert not any(is_alive(pid) for pid in processes)
 
 
-def test_a_group_serves_many_cells(kernel):
-    kernel.run("group, scale = mpwatch.WorkerGroup(2), 3\ndef keep(x): mpwatch.current_worker().state['x'] = x")
-    kernel.run("group.run(keep, (5,))")
-    first = kernel.value("list(group.run(pids))")
-    assert kernel.value("list(group.run(lambda: mpwatch.current_worker().state['x'] + scale))") == [8, 8]
-    assert kernel.value("list(group.run(pids))") == first
-    (shown,) = kernel.run("group")
-    assert shown["data"]["text/plain"] == "<WorkerGroup HEALTHY: 2 ranks>"
-    kernel.interrupt()  # ignored between two calls
-    assert kernel.value("list(group.run(pids))") == first
-    assert kernel.run("group.close()") == []
-    assert not any(is_alive(pid) for pid in first)
-
-
 def test_cells_with_magic_with_await_and_beside_threads_and_tasks(kernel):
     kernel.run("""
 threading.Thread(target=threading.Event().wait, daemon=True).start()
