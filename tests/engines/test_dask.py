@@ -64,9 +64,30 @@ def is_daemonic():
     return multiprocessing.current_process().daemon
 
 
-def test_the_values_of_all_ranks_come_back_and_each_node_is_a_worker(client):
-    watchers = cases.check_values(run(client, functions.report, 2, nodes=2))
-    assert watchers == set(client.run(os.getpid).values())
+class TestCluster(cases.Cases):
+    @pytest.fixture
+    def run(self, client):
+        return partial(run, client)
+
+    @pytest.fixture
+    def driver(self, client):
+        yield DRIVER, client.scheduler.address
+        wait_until(lambda: not client.run_on_scheduler(list_tasks))
+
+    def test_a_lost_node_is_replaced(self):
+        with make_cluster(3) as cluster, Client(cluster) as client:  # Dask does not always start a killed worker again
+            super().test_a_lost_node_is_replaced(partial(run, client))
+
+
+DRIVER = """
+from distributed import Client
+from mpwatch.integrations.dask import run
+run(Client(sys.argv[1]), show_pid, 2, nodes=2)
+"""
+
+
+def test_each_node_is_a_worker(client):
+    assert {watcher for _, _, watcher, _ in run(client, functions.report, 1, nodes=2)} == set(client.run(os.getpid).values())
 
 
 def test_workers_may_be_threads():
@@ -82,19 +103,6 @@ def test_ranks_are_not_daemonic_and_can_start_processes(client):
         return child.stdout.strip(), multiprocessing.current_process().daemon
 
     assert list(run(client, start_a_child, 1, nodes=2)) == [("started", False)] * 2
-
-
-def test_a_failure_is_that_on_one_machine(client):
-    cases.check_failure(partial(run, client))
-
-
-def test_ctrl_c_stops_all_nodes(client):
-    cases.check_ctrl_c(partial(run, client))
-
-
-def test_a_lost_worker_is_replaced():
-    with make_cluster(3) as cluster, Client(cluster) as client:  # Dask does not always start a killed worker again
-        cases.check_loss_of_a_node(partial(run, client))
 
 
 def test_nodes_are_on_several_hosts_if_there_are_several():
@@ -138,18 +146,6 @@ def test_a_task_can_be_the_driver(client):
 
     with Client(client.scheduler.address) as client_of_driver:
         assert client_of_driver.submit(run_in_task, client.scheduler.address).result() == [0]
-
-
-DRIVER = [
-    "from distributed import Client",
-    "from mpwatch.integrations.dask import run",
-    "run(Client(sys.argv[1]), show_pid, 2, nodes=2)",
-]
-
-
-def test_the_ranks_end_with_the_driver(client):
-    cases.check_death_of_driver(cases.start_driver(DRIVER, client.scheduler.address))
-    wait_until(lambda: not client.run_on_scheduler(list_tasks))
 
 
 @pytest.mark.parametrize(

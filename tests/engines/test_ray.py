@@ -52,14 +52,26 @@ def cluster(nodes):
     assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
 
 
-@pytest.mark.usefixtures("cluster")
-def test_the_values_of_all_ranks_come_back():
-    cases.check_values(run(functions.report, 2, nodes=2))
+class TestCluster(cases.Cases):
+    @pytest.fixture
+    def run(self, cluster):
+        return run
+
+    @pytest.fixture
+    def driver(self, cluster):
+        return DRIVER, cluster.address
+
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
+    def test_the_ranks_end_with_the_driver(self, driver, signum):
+        super().test_the_ranks_end_with_the_driver(driver, signum)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_failure_is_that_on_one_machine():
-    cases.check_failure(run)
+DRIVER = """
+import ray
+from mpwatch.integrations.ray import run
+ray.init(address=sys.argv[1], log_to_driver=False)
+run(show_pid, 2, nodes=2)
+"""
 
 
 @pytest.mark.usefixtures("cluster")
@@ -79,16 +91,15 @@ def test_ranks_have_the_number_of_threads_of_mpwatch():
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ctrl_c_stops_all_nodes():
-    cases.check_ctrl_c(run)
-
-
-@pytest.mark.usefixtures("cluster")
 def test_ctrl_c_three_times_releases_the_resources(monkeypatch):
     """The third one interrupts the wait for the end of the tasks. The fixture waits until the resources are free."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mpwatch.integrations.ray.wait", cases.interrupt)
-        run(functions.wait, 2, nodes=2, on_event=cases.interrupt)
+        patch.setattr("mpwatch.integrations.ray.wait", interrupt)
+        run(functions.wait, 2, nodes=2, on_event=interrupt)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -101,24 +112,6 @@ def test_a_cluster_that_has_no_room_is_named():
 @pytest.mark.usefixtures("cluster")
 def test_a_job_begins_without_nodes_that_the_cluster_has_no_room_for():
     cases.check_begin_without_room(run)
-
-
-DRIVER = [
-    "import ray",
-    "from mpwatch.integrations.ray import run",
-    "ray.init(address=sys.argv[1], log_to_driver=False)",
-    "run(show_pid, 2, nodes=2)",
-]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
-def test_the_ranks_end_with_the_driver(cluster, signum):
-    cases.check_death_of_driver(cases.start_driver(DRIVER, cluster.address), signum)
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_killed_watcher_is_a_lost_node_that_is_replaced():
-    cases.check_loss_of_a_node(run)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from engines import cases, functions, slurm_stand_in  # noqa: E402
 from engines.cases import wait_until  # noqa: E402
 from mpwatch.events import CallStarted  # noqa: E402
 from mpwatch.integrations.submitit import Job, run  # noqa: E402
+from support.runs import at  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-KINDS = ("local", "slurm")
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +47,11 @@ def slurm_executor(slurm, tmp_path):
     check_nothing_left(tmp_path)
 
 
-@pytest.fixture(params=KINDS)
-def executor(request, tmp_path):
+@pytest.fixture(params=["local", "slurm"])
+def kind(request):
     if request.param == "slurm":
         request.getfixturevalue("slurm")
-    yield make_executor(tmp_path, request.param)
-    check_nothing_left(tmp_path)
+    return request.param
 
 
 def make_executor(tmp_path, kind):
@@ -68,47 +68,32 @@ def check_nothing_left(tmp_path):
 def find_processes(tmp_path):
     """Return the processes of jobs in this folder, except those of the stand-in."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if str(tmp_path / "jobs") in words and "-c" not in words:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if str(tmp_path / "jobs") in words and "-c" not in words and entry.name != str(os.getpid()):
                 found.append(int(entry.name))
     return found
 
 
-def test_the_values_of_all_ranks_come_back(executor):
-    cases.check_values(run(executor, functions.report, 2, nodes=2))
+class TestJob(cases.Cases):
+    @pytest.fixture
+    def run(self, kind, tmp_path):
+        yield partial(run, make_executor(tmp_path, kind))
+        check_nothing_left(tmp_path)
+
+    @pytest.fixture
+    def driver(self, kind, tmp_path):
+        yield DRIVER, str(tmp_path / "jobs"), kind, "2"
+        wait_until(lambda: not find_processes(tmp_path))
 
 
-def test_a_failure_is_that_on_one_machine(executor):
-    cases.check_failure(partial(run, executor))
-
-
-def test_ctrl_c_stops_all_nodes(executor):
-    cases.check_ctrl_c(partial(run, executor))
-
-
-def test_a_lost_node_is_replaced(executor):
-    cases.check_loss_of_a_node(partial(run, executor))
-
-
-DRIVER = [
-    "import submitit",
-    "from mpwatch.integrations.submitit import run",
-    "executor = submitit.AutoExecutor(sys.argv[1], cluster=sys.argv[2])",
-    "run(executor, show_pid, 2, nodes=int(sys.argv[3]))",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_end_with_the_driver(kind, request, tmp_path):
-    if kind == "slurm":
-        request.getfixturevalue("slurm")
-    cases.check_death_of_driver(cases.start_driver(DRIVER, str(tmp_path / "jobs"), kind, "2"))
-    wait_until(lambda: not find_processes(tmp_path))
+DRIVER = """
+import submitit
+from mpwatch.integrations.submitit import run
+executor = submitit.AutoExecutor(sys.argv[1], cluster=sys.argv[2])
+run(executor, show_pid, 2, nodes=int(sys.argv[3]))
+"""
 
 
 # ---- The queue
@@ -147,20 +132,16 @@ def test_a_job_waits_in_the_queue_for_longer_than_join_timeout(slurm, slurm_exec
 # ---- Preemption
 
 
-def count_to(end, folder):
-    """Count, from where the last run of this rank has stopped. Each rank writes at which steps it began and stopped."""
-    rank = functions.get_rank()
-    path = Path(folder, f"rank{rank}")
-    steps = [int(word) for word in path.read_text().split()] if path.exists() else []
-    first = steps[-1] if steps else 0
-    step = first
-    while step < end or not steps:  # the first time it counts until it has to stop
-        if mpwatch.should_stop(step):
-            break
-        if step == 100 and not steps:
-            Path(folder, f"counting{rank}").touch()
+def count(folder):
+    """Count until all ranks stop. The next run goes on there, and ends. Each writes at which steps it began and stopped."""
+    path = folder / f"rank{functions.get_rank()}"
+    steps = path.read_text().split() if path.exists() else []
+    first = step = int(steps[-1]) if steps else 0
+    while not steps and not mpwatch.should_stop(step):
+        if step == 100:
+            (folder / f"counting{functions.get_rank()}").touch()
         step += 1
-    path.write_text(" ".join(map(str, [*steps, first, step])))
+    path.write_text(" ".join([*steps, str(first), str(step)]))
     return step
 
 
@@ -170,37 +151,27 @@ def preempt(slurm, folder):
     slurm_stand_in.scancel(slurm, "101", "--signal", "USR2")
 
 
-def make_observer(slurm, folder):
-    """Return an observer that preempts the job when both of its nodes have called their ranks."""
-    started = []
-
-    def observe(event):
-        if isinstance(event, CallStarted):
-            started.append(event)
-            if len(started) == 2:
-                preempt(slurm, folder)
-
-    return observe
-
-
-def check_steps(folder, ranks, end):
-    steps = [list(map(int, (folder / f"rank{rank}").read_text().split())) for rank in range(ranks)]
+def check_steps(folder):
+    steps = [(folder / f"rank{rank}").read_text().split() for rank in range(4)]
     assert all(line == steps[0] for line in steps)  # all ranks have stopped at the same step
     first, stopped, again, last = steps[0]
-    assert (first, again, last) == (0, stopped, stopped + end)
+    assert (first, again, last) == ("0", stopped, stopped)
+
+
+def run_and_preempt(slurm, executor, folder, **options):
+    """Preempt the job when both of its nodes have called their ranks."""
+    observe = at(CallStarted, partial(preempt, slurm, folder), 2)
+    return run(executor, count, 2, nodes=2, args=(folder,), on_event=observe, **options)
 
 
 def test_a_preempted_job_stops_at_the_same_step_and_run_submits_it_again(slurm, slurm_executor, tmp_path):
-    observe = make_observer(slurm, tmp_path)
-    result = run(slurm_executor, count_to, 2, nodes=2, args=(0, str(tmp_path)), on_event=observe)
-    assert result.stopped_at is None
+    assert run_and_preempt(slurm, slurm_executor, tmp_path).stopped_at is None
     assert sorted(slurm_stand_in.list_states(slurm)) == ["101", "102"]
-    check_steps(tmp_path, 4, 0)
+    check_steps(tmp_path)
 
 
 def test_without_requeues_the_result_says_where_all_ranks_have_stopped(slurm, slurm_executor, tmp_path):
-    observe = make_observer(slurm, tmp_path)
-    result = run(slurm_executor, count_to, 2, nodes=2, args=(0, str(tmp_path)), on_event=observe, max_requeues=0)
+    result = run_and_preempt(slurm, slurm_executor, tmp_path, max_requeues=0)
     assert list(result) == [result.stopped_at] * 4
     assert sorted(slurm_stand_in.list_states(slurm)) == ["101"]
 
@@ -210,12 +181,12 @@ def test_without_requeues_the_result_says_where_all_ranks_have_stopped(slurm, sl
 
 def test_submitit_queues_a_job_object_again_that_was_preempted(slurm, slurm_executor, tmp_path):
     slurm_executor.update_parameters(nodes=2, tasks_per_node=1)
-    job = slurm_executor.submit(Job(count_to, 2, args=(0, str(tmp_path))))
+    job = slurm_executor.submit(Job(count, 2, args=(tmp_path,)))
     preempt(slurm, tmp_path)
     values = {rank: value for result in job.results() for rank, value in result.return_values.items()}
     assert sorted(values) == [0, 1, 2, 3]
     assert len(set(values.values())) == 1
-    check_steps(tmp_path, 4, 0)
+    check_steps(tmp_path)
     assert "Requeued job 101" in job.stderr() + job.stdout()
 
 
