@@ -1,14 +1,13 @@
 """A script without a `__main__` guard that trains and predicts with watched strategies of the standalone packages.
 
-It runs in an empty folder. The last line of its output is JSON with the results.
+It runs in an empty folder.
 """
 
-import json
 import os
 import signal
 import threading
-import warnings
 
+import pytest
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy as FabricDDP
@@ -124,17 +123,13 @@ def in_fabric(fabric, factor, lazy, trainer):
     return fabric.global_rank, total.item(), trainer, os.getppid()
 
 
-def get_error_text(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+# Ranks that are restarted from a checkpoint train the same weights as ranks that never failed
 
-
-results = {"me": ME, "first": weights(model())}
-
+plain_weights, world_size, loss = mpwatch.run(fit_without_launcher, 2)[0]
+assert world_size == 2
+assert plain_weights != weights(model())
 module = model()
-results["random"] = torch.rand(()).item()
+random_number = torch.rand(()).item()
 module = model().share_memory()  # like a model that ddp_spawn has trained. All ranks would write to it
 recorder = Recorder()
 events = []
@@ -146,51 +141,74 @@ fit_trainer = trainer(
     callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), recorder],
 )
 fit_trainer.fit(module, loader(shuffle=True), ckpt_path="last")
-checkpoints = fit_trainer.checkpoint_callback
-results["fit"] = {
-    "weights": weights(module),
-    "recorder": recorder.record,
-    "state": [fit_trainer.state.fn, fit_trainer.state.status, fit_trainer.current_epoch, fit_trainer.global_step],
-    "metrics": [
-        fit_trainer.callback_metrics["loss"].item(),
-        fit_trainer.logged_metrics["loss"].item(),
-        fit_trainer.progress_bar_metrics["loss"],
-    ],
-    "best": os.path.isfile(checkpoints.best_model_path),
-    "score": checkpoints.best_model_score.item(),
-    "last": os.path.basename(checkpoints.last_model_path),
-    "restarts": events[-1].restarts,
-}
-results["predictions"] = torch.cat(fit_trainer.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
-results["metrics_after_predict"] = fit_trainer.callback_metrics | fit_trainer.logged_metrics
-results["expected_predictions"] = module.layer(DATA.tensors[0][::2]).flatten().tolist()
-results["fit_again"] = get_error_text(lambda: fit_trainer.fit(module, loader()))
+assert events[-1].restarts == 1
+assert weights(module) == plain_weights
 
-results["plain"] = mpwatch.run(fit_without_launcher, 2)[0]
+# Ranks are children of the caller and have its random numbers
+
+expected = {"parent": ME, "rank": 0, "local_rank": "0", "port": True, "random": random_number}
+assert recorder.record == expected, recorder.record
+
+# The caller's Trainer has the state of rank 0
+
+state = fit_trainer.state
+assert [state.fn, state.status, fit_trainer.current_epoch, fit_trainer.global_step] == ["fit", "finished", 3, 12]
+for metrics in (fit_trainer.callback_metrics, fit_trainer.logged_metrics, fit_trainer.progress_bar_metrics):
+    assert float(metrics["loss"]) == loss
+checkpoints = fit_trainer.checkpoint_callback
+assert os.path.isfile(checkpoints.best_model_path)
+assert os.path.basename(checkpoints.last_model_path) == "last.ckpt"
+assert checkpoints.best_model_score.item() == loss
+
+# A Trainer predicts after fit, but fits only once
+
+predictions = torch.cat(fit_trainer.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
+assert predictions == pytest.approx(module.layer(DATA.tensors[0][::2]).flatten().tolist())
+assert fit_trainer.callback_metrics | fit_trainer.logged_metrics == {}  # those of the last run
+with pytest.raises(NotImplementedError, match=r"^this Trainer has fit a model already"):
+    fit_trainer.fit(module, loader())
+
+# Sharded weights come back whole
 
 sharded = model(Sharded)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always", UserWarning)
-    parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    sharded_trainer = trainer(parallel, enable_checkpointing=True)
+parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+sharded_trainer = trainer(parallel, enable_checkpointing=True)
+text = r"the caller's Sharded differs from .*: more\.weight, more\.bias; load them from a checkpoint$"
+with pytest.warns(UserWarning, match=text):
     sharded_trainer.fit(sharded, loader(shuffle=True))
-results["sharded"] = weights(sharded)
-results["checkpoint"] = [
-    sharded_trainer.checkpoint_callback.dirpath,
-    os.path.isdir(sharded_trainer.checkpoint_callback.best_model_path),
-]
-results["warned"] = [str(warning.message) for warning in caught if "caller" in str(warning.message)]
+assert weights(sharded) == plain_weights
+assert sharded_trainer.checkpoint_callback.dirpath == os.path.abspath("checkpoints")
+assert os.path.isdir(sharded_trainer.checkpoint_callback.best_model_path)
+
+# Fabric launches functions and nothing else
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=watched(FabricDDP()))
-results["fabric"] = fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own")
-results["fabric_alone"] = get_error_text(fabric.launch)
+values = fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own")
+assert values == (0, 30.0, "an argument of the function's own", ME)
+with pytest.raises(TypeError, match=r"^To spawn processes with the `DDPStrategy` strategy"):
+    fabric.launch()
 
-results["errors"] = {
-    "name": get_error_text(lambda: watched("ddp")),
-    "option": get_error_text(lambda: watched(DDPStrategy(), backend="gloo")),
-    "sending": get_error_text(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
-    "nodes": get_error_text(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),
-}
+# Bad strategies and options raise at once
 
-results["environment"] = dict(BEFORE.items() ^ os.environ.items())
-print(json.dumps(results))
+for call, error, text in (
+    (lambda: watched("ddp"), TypeError, r"watched\(\) takes an instance of one of Lightning's strategies"),
+    (
+        lambda: watched(DDPStrategy(), backend="gloo"),
+        TypeError,
+        r"watched\(\) has no option 'backend'; its options are debug, ",
+    ),
+    (
+        lambda: trainer(watched(DDPStrategy()), num_nodes=2),
+        ValueError,
+        r"watched\(\) starts ranks on one machine, but num_nodes=2",
+    ),
+    (
+        lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader()),
+        mpwatch.LaunchError,
+        r"args\[0\].lock is a _thread.lock, which cannot be sent to the ranks",
+    ),
+):
+    with pytest.raises(error, match=f"^{text}"):
+        call()
+
+assert dict(BEFORE.items() ^ os.environ.items()) == {}

@@ -10,9 +10,10 @@ import sys
 import time
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainer_programs import QUIET, Mean  # which is beside this script
 
 import mpwatch
 from mpwatch.integrations.lightning import watched
@@ -34,13 +35,12 @@ class ExplainingStrategy(DDPStrategy):
             exception.explanation = "explained by the strategy"
 
 
-class FailingModel(LightningModule):
-    """A linear model whose training fails in rank 1."""
+class FailingModel(Mean):
+    """Its training fails in rank 1."""
 
     def __init__(self, failure):
         super().__init__()
         self.failure = failure
-        self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, index):
         if index == 2:
@@ -48,10 +48,7 @@ class FailingModel(LightningModule):
                 time.sleep(BUSY_SECONDS)
             print_time("failed")
             fail(self.failure)
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch)
 
 
 def fail(failure):
@@ -71,28 +68,16 @@ def print_time(event):
 
 if __name__ == "__main__":  # Lightning's own launchers import this file
     launcher, failure = sys.argv[1:]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=watched(ExplainingStrategy()) if launcher == "watched" else launcher,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = watched(ExplainingStrategy()) if launcher == "watched" else launcher
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
     try:
-        trainer.fit(FailingModel(failure), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2))
+        trainer.fit(FailingModel(failure), DataLoader(torch.ones(32, 4), batch_size=2))
     except mpwatch.RunFailedError as error:
         print_time("raised")
         print(error)
         if failure == "raises":
-            print(
-                "the exception itself:",
-                type(error.__cause__) is BadShardError,
-                error.__cause__.columns,
-                error.__cause__.explanation,
-            )
+            cause = error.__cause__
+            print("the exception itself:", type(cause) is BadShardError, cause.columns, cause.explanation)
         sys.exit(error.exit_code)
     except SystemExit:  # Lightning raises it after Ctrl-C
         print_time("raised")

@@ -1,47 +1,55 @@
-"""Programs that train with Lightning and start ranks with accelerate's launcher. Nodes are threads of the program."""
+"""Programs that train with Lightning. A rank imports this module for the class of its model."""
 
-import json
 from functools import partial
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 import mpwatch
 from mpwatch import cluster
+from mpwatch.integrations.lightning import watched
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-def run_on_threads(fn, nprocs, **options):
-    """Do what `mpwatch.integrations.ray.run` does, with nodes that are threads of this process."""
-    return cluster.run(cluster.ThreadEngine(), fn, nprocs, **options)
+class Mean(LightningModule):
+    """Learns the mean of its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        self.log("world_size", float(self.trainer.world_size), sync_dist=True)
+        self.log("node_rank", float(self.trainer.node_rank), sync_dist=True, reduce_fx="sum")
+        return (self.weight - batch.mean()).square()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(max_epochs, callbacks=(), num_nodes=1, **options):
+    """Fit a Mean to ones on two ranks of each node, in steps of two. Return the Trainer and the Mean."""
+    devices = {"accelerator": "cpu", "devices": 2, "num_nodes": num_nodes, "strategy": watched(DDPStrategy(), **options)}
+    trainer, module = Trainer(max_epochs=max_epochs, callbacks=list(callbacks), **devices, **QUIET), Mean()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=2))
+    return trainer, module
 
 
 def fit_on_two_nodes():
-    """Print what the caller's Trainer and module have after a training on two nodes of two ranks."""
-    from trainers.mean import fit
-
-    trainer, module = fit(1, num_nodes=2, run=partial(run_on_threads, node_timeout=60.0), grace_period=60)
-    metrics = {name: float(trainer.callback_metrics[name]) for name in ("world_size", "node_rank")}
-    print(json.dumps([trainer.global_step, 0 < module.weight.item() < 1, metrics]))
-
-
-def launch_on_two_nodes():
-    """Print what the ranks of accelerate's launcher return."""
-    from mpwatch.integrations.accelerate import notebook_launcher
-
-    print(*notebook_launcher(find_place, num_processes=1, num_nodes=2, run=partial(run_on_threads, node_timeout=60.0)))
-
-
-def find_place():
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    return f"{accelerator.process_index} of {accelerator.num_processes}"
+    """The nodes are threads of this process, as those of `mpwatch.integrations.ray.run` are processes of Ray."""
+    run = partial(cluster.run, cluster.ThreadEngine(), node_timeout=60.0)
+    trainer, module = fit(1, num_nodes=2, run=run, grace_period=60)
+    assert (trainer.global_step, 0 < module.weight.item() < 1) == (2, True)
+    assert {name: float(trainer.callback_metrics[name]) for name in ("world_size", "node_rank")} == {
+        "world_size": 4.0,
+        "node_rank": 2.0,
+    }
 
 
 def fit_until_stop(path):
-    """Print the step at which all ranks have stopped, that of the checkpoint, and whether the Trainer knows of the stop."""
-    import torch
-    from lightning.pytorch import Callback
-
     from mpwatch.integrations.lightning.stop_callback import StopTogether
-    from trainers.mean import fit
 
     class Request(Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -49,5 +57,5 @@ def fit_until_stop(path):
                 mpwatch.request_stop()
 
     trainer, _ = fit(1000, [StopTogether(path), Request()])
-    saved = torch.load(path, weights_only=False)
-    print(json.dumps([trainer.global_step, saved["global_step"], trainer.should_stop]))
+    assert 3 < trainer.global_step == torch.load(path, weights_only=False)["global_step"] < 4000
+    assert trainer.should_stop
