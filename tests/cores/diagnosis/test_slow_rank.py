@@ -100,6 +100,11 @@ def run_ahead(_, rank, *__):
     return STEP * (1 + rank)
 
 
+def work_first(_, rank, __, number):
+    """Rank 1 works before the first of twenty operations, and the others before each. So all call the last one together."""
+    return (0.0585 if number == 0 else 0.0) if rank == 1 else 0.003
+
+
 def work_in_second_group(rng, rank, _, number):
     """Rank 2 waits for rank 3 in their own group, so it is last in its group with rank 0."""
     return uniform(rng) / 2 + (2 * STEP if (rank, number) == (3, 1) else 0.0)
@@ -122,6 +127,7 @@ CASES = {
     "each rank in turn": (set(), None, lambda _, rank, step, __: STEP + (SLOW if rank == step % 4 else 0.0), {}),
     "the buckets of DistributedDataParallel": (set(), None, load(0.0), {"operations": MANY, "is_async": True}),
     "the same with a slow loader": ({3}, 3, load(2 * SLOW), {"operations": MANY, "is_async": True}),
+    "asynchronous calls without a wait": (set(), None, work_first, {"operations": MANY * 2, "is_async": True}),
     "the layers of FullyShardedDataParallel": (set(), None, load(0.0), {"operations": MANY}),
     "the same with one slow loader": ({3}, 3, load(2 * SLOW), {"operations": MANY}),
     "the root of a broadcast": ({0}, 0, load_and_work(0), {"operations": BUFFERS_FIRST}),
