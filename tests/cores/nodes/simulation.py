@@ -35,7 +35,7 @@ class Node:
         self.is_alive, self.connection, self.start = True, None, None
         self.machine, self.decision = node_machine.NodeMachine(), None
         self.ranks, self.start_number, self.world = Ranks.NONE, 0, None
-        self.stop_step = None  # that the nodes have agreed on
+        self.held_step = self.stop_step = None  # the last one of its ranks, and the one that the nodes have agreed on
         self.has_failing_env = False
         self.is_out = False  # it was refused, or has lost the coordinator
         self.asleep_until, self.env_seconds, self.report_seconds = -STOP_SECONDS, 0.0, 0.0
@@ -80,8 +80,6 @@ class Node:
                 self.job.lose(self.connection, "it knows the result")
 
     def make_environments(self, start):
-        if self.start is not start or self.machine.stage is not node_machine.NodeStage.PREPARING:
-            return
         if self.has_failing_env:
             self.execute(self.machine.abort(messages.AttemptReport(0, AttemptOutcome.ABORTED, reason="env")))
             self.end()
@@ -119,7 +117,8 @@ class Node:
         self.execute(self.machine.report_attempt(messages.AttemptReport(0, outcome, failures=failures)))
 
     def report_steps(self):
-        self.execute([messages.StepsHeld(self.machine.attempt, self.job.rng.randrange(1000))])
+        self.held_step = self.job.rng.randrange(1000)
+        self.execute([messages.StepsHeld(self.machine.attempt, self.held_step)])
 
     @property
     def has_ranks(self):
@@ -145,6 +144,8 @@ class Node:
     def cut(self, seconds):
         """Cut the node off. TCP brings later what is sent meanwhile, unless the ends give each other up."""
         job, connection = self.job, self.connection
+        if job.cuts.get(connection, 0.0) > job.now:
+            return
         job.cuts[connection] = job.now + seconds
         if seconds > LEASE_SECONDS:
             self.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(AttemptOutcome.STOPPED))

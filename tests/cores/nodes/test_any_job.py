@@ -15,9 +15,11 @@ MESSAGES_OF_A_FAILURE = 10  # for each node: failing, stop, report, decision and
 TIMES = st.floats(0.0, 90.0, allow_nan=False).map(lambda seconds: round(seconds, 1))
 NODE = st.integers(0, NODES - 1)
 SEEDS = st.integers(0, 3)
-FAILURE, KILL, LEAVE = (st.tuples(st.just(kind), TIMES, NODE) for kind in ("fail_rank", "kill", "leave"))
+FAILURE, KILL, LEAVE, REQUEST = (
+    st.tuples(st.just(kind), TIMES, NODE) for kind in ("fail_rank", "kill", "leave", "request_stop")
+)
 FAULTS = st.one_of(
-    *(FAILURE, FAILURE, KILL, LEAVE),
+    *(FAILURE, FAILURE, KILL, LEAVE, REQUEST),
     st.tuples(st.just("join"), TIMES, st.integers(10, 12)),
     st.tuples(st.just("suspend"), TIMES, NODE, st.sampled_from([2.0, 9.0, 11.0, 12.0, 14.0, 16.0, 25.0, 40.0])),
     st.tuples(st.just("cut"), TIMES, NODE, st.sampled_from([2.0, 11.0, 14.0, 20.0, 40.0])),
@@ -55,7 +57,8 @@ def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
     job = run_history(least, max_restarts, faults, seed)
     assert job.is_over(), "a node waits without limit"
     nodes = [node for node in job.alive() if not node.is_out and node.decision.attempt != NO_ATTEMPT]
-    decisions = [node.decision for node in nodes if node.name not in {lost.hostname for lost in node.decision.lost_nodes}]
+    lost = {lost.hostname for decision in job.decisions for lost in decision.lost_nodes}  # after a request, they end alone
+    decisions = [node.decision for node in nodes if node.name not in lost or node.decision in job.decisions]
     assert len({(each.next_step, each.restarts_left, each.root_cause_rank, each.attempt) for each in decisions}) <= 1
     assert sum(bool(decision.failures) for decision in job.decisions if not decision.ends_job) <= max_restarts
     decided = [decision.attempt for decision in job.decisions]
@@ -87,16 +90,8 @@ def test_all_nodes_stop_at_the_same_step(requests, seed):
     job = run_history(NODES, 2, requests, seed)
     assert {node.decision.next_step for node in job.nodes.values()} == {NextStep.DONE}
     (step,) = {node.stop_step for node in job.nodes.values()}
-    assert step is not None
+    assert step == max(node.held_step for node in job.nodes.values())
     assert job.now < WORK
-
-
-@settings(max_examples=50)
-@given(REQUESTS, st.lists(FAILURE | KILL, max_size=3), SEEDS)
-def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
-    job = run_history(NODES // 2, 2, [*requests, *faults], seed)
-    assert job.is_over()
-    assert len({node.decision.next_step for node in job.alive()}) <= 1
 
 
 def test_a_node_that_is_dismissed_after_a_request_to_stop_joins_no_more():
