@@ -100,7 +100,9 @@ def starts_many_threads():
 
 
 def holds_the_gil():
-    ctypes.PyDLL(None).usleep(60_000_000)
+    mutex = ctypes.create_string_buffer(64)  # zeros: it is not locked
+    for _ in range(2):  # the second call waits for ever, and no signal interrupts it
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def suspends_itself():
