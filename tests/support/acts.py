@@ -105,6 +105,12 @@ def suspend_itself():
     failing.wait_to_be_stopped()
 
 
+def hold_the_gil():
+    mutex = ctypes.create_string_buffer(64)  # zeros: it is not locked
+    for _ in range(2):  # the second call waits for ever, and no signal interrupts it
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
 PREPARATIONS = {
     "leaves_a_thread": lambda: threading.Thread(target=failing.wait_in_a_thread, name="endless").start(),
     "leaves_a_process": lambda: multiprocessing.get_context("spawn").Process(target=failing.wait_in_a_thread).start(),
@@ -145,6 +151,6 @@ ENDS = {
     "aborts": os.abort,
     "waits": failing.wait_to_be_stopped,
     "suspends_itself": suspend_itself,
-    "holds_the_gil": lambda: ctypes.PyDLL(None).usleep(SECONDS * 1_000_000),
+    "holds_the_gil": hold_the_gil,
     "returns": lambda: f"the value of rank {failing.rank()}",
 }

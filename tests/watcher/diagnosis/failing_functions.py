@@ -9,6 +9,7 @@ import threading
 import time
 
 import mpwatch
+from support.acts import hold_the_gil, suspend_itself
 from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 
@@ -99,17 +100,6 @@ def starts_many_threads():
         threading.Thread(target=wait_in_a_thread, daemon=True).start()
 
 
-def holds_the_gil():
-    mutex = ctypes.create_string_buffer(64)  # zeros: it is not locked
-    for _ in range(2):  # the second call waits for ever, and no signal interrupts it
-        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-
-
-def suspends_itself():
-    os.kill(os.getpid(), signal.SIGSTOP)
-    wait_to_be_stopped()
-
-
 def recurses_then_waits(depth=200):
     if depth:
         recurses_then_waits(depth - 1)
@@ -136,4 +126,4 @@ def beat_forever():
 def stop_heartbeats_in_three_ways(barrier):
     mpwatch.heartbeat()
     barrier.wait()
-    (beat_forever, wait_to_be_stopped, holds_the_gil, suspends_itself)[rank()]()
+    (beat_forever, wait_to_be_stopped, hold_the_gil, suspend_itself)[rank()]()

@@ -45,7 +45,7 @@ def test_silent_ranks_are_failures_with_all_stacks():
     stacks = result.stacks
     assert " in beat_forever" in stacks[0]
     assert " in wait_to_be_stopped" in stacks[1]
-    assert " in holds_the_gil" in stacks[2]
+    assert " in hold_the_gil" in stacks[2]
     assert stacks[3] == "suspended, by SIGSTOP or SIGTSTP"
     assert all(failure.stack == stacks[rank] for rank, failure in result.failures.items())
     assert time.monotonic() - began < 20
