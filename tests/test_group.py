@@ -163,9 +163,8 @@ def test_an_idle_group_uses_no_cpu_time(eventually):
             lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
             return next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
 
-        # it may wake up once more, when the caller's own thread has made no call for a while
-        eventually(lambda: count_switches(0) == count_switches(0.2))
-        assert count_switches(0) == count_switches(0.5)
+        # it may wake up once more, when the caller's own thread has made no call for a while, or for another program's `ps`
+        eventually(lambda: count_switches(0) == count_switches(0.5))
 
 
 def test_a_call_of_a_warm_group_costs_at_most_five_milliseconds_of_the_program_s_time():
