@@ -317,7 +317,9 @@ class ItemMap:
         for feed in self._feeds:
             while feed.call is None and feed.has_loaded and (tasks := self.queue.take_chunk(end)):
                 self._send(feed, tasks)  # or put them back, to be sent one by one
-        return self.queue.has_items or bool(self._outcomes) or any(feed.tasks for feed in self._feeds)
+        return (
+            self.queue.has_items or bool(self._outcomes) or any(feed.call is not None and feed.sent for feed in self._feeds)
+        )
 
     def _start(self, feed: _Feed) -> None:
         """Let the rank load the function. If the rank has died, it is started before."""

@@ -227,10 +227,10 @@ class RunHandle(Future[RunResult[T]]):
         try:
             try:
                 result = run(self._begin)
+                if self._check:
+                    raise_if_failed(result)
             finally:
                 self._call = None
-            if self._check:
-                raise_if_failed(result)
         except BaseException as error:  # noqa: BLE001  `result` raises it
             self.set_exception(error)
         else:

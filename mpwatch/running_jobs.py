@@ -19,6 +19,7 @@ from mpwatch.results.model import Progress, RankStatus, WorkerState, make_progre
 from mpwatch.results.report import format_count
 from mpwatch.results.stacks import Stacks
 from mpwatch.version import __version__
+from mpwatch.wire.messages import PDB_PROMPT
 from mpwatch.wire.visits import SUFFIX, ask, check_folder, check_peer, find_folder, receive_fd
 
 HINT_SECONDS = 1.0  # from the answer of a rank to its prompt
@@ -162,10 +163,13 @@ def _converse(rank: int, watcher: socket.socket) -> None:
             text, *_ = connection.recv()
             output, newline, prompt = text.rpartition("\n")
             sys.stdout.write(output + newline)
-            line = input(f"(rank {rank}) {prompt}")
-            if line.strip() in ("q", "quit", "exit"):
+            try:
+                line = f"{input(f'(rank {rank}) {prompt}')}\n"
+            except EOFError:
+                line = ""
+            if prompt.endswith(PDB_PROMPT) and line.strip(" \t") in ("", "q\n", "quit\n", "exit\n"):
                 return
-            connection.send(f"{line}\n")
+            connection.send(line)
 
 
 def jobs() -> list[Job]:

@@ -105,10 +105,16 @@ def test_a_prompt_of_the_debugger_in_a_rank(eventually):
             assert terminal.read_until(lambda rows: any(row == "(rank 1) (Pdb)" for row in rows))
             terminal.type(b"break train\np 'step', step + 0.5\n")
             assert terminal.read_until(lambda rows: any(re.search(r"\('step', \d+\.5\)", row) for row in rows))
+            terminal.type(b"interact\n")
+            assert terminal.read_until(lambda rows: any(row == "(rank 1) >>>" for row in rows))
+            terminal.type(b"\x04p 'out'\n")
+            assert terminal.read_until(lambda rows: any(row.endswith("(Pdb) 'out'") for row in rows))
             terminal.type(b"q\n")
             assert terminal.end() == 0
         with screens.Program("-m", "mpwatch", "debug", str(program.pid), env=ENV) as terminal:
             assert terminal.read_until(lambda rows: any(row == "(rank 0) (Pdb)" for row in rows))
+            terminal.type(b"interact\n")
+            assert terminal.read_until(lambda rows: any(row == "(rank 0) >>>" for row in rows))
             terminal.process.kill()
         eventually(lambda: job.state.name == "HEALTHY")
         steps = {rank: progress.step for rank, progress in job.progress().items()}

@@ -37,6 +37,7 @@ from mpwatch.wire.exceptions.decoder import add_note
 
 if TYPE_CHECKING:
     from mpwatch.live_view.live import LiveView
+    from mpwatch.watcher.debugger.console import DebuggerConsole
 
 T = TypeVar("T")
 OnStart = Callable[["Caller"], object]  # gets each new Caller of a run or call in the background
@@ -61,7 +62,7 @@ class Caller:
         )
         self.is_waiting = False
         self.is_in_main_thread = threading.current_thread() is threading.main_thread()
-        self._has_begun = False
+        self._has_begun = self._is_stopping = False
         self._view: LiveView | None = None
         self.signals = Signals(watcher, call)
         add_call(self.signals.request_stop)
@@ -89,7 +90,7 @@ class Caller:
                 self.signals.is_in_user_code = False
             self._restore()
         except BaseException:
-            self.serve = lambda: None
+            self._is_stopping = True
             try:
                 self._stop_ranks()
             finally:
@@ -120,7 +121,7 @@ class Caller:
         while not (until() or self.watcher.is_finished) and (now := monotonic()) < deadline:
             next_update_at = math.inf if self._view is None else self._view.next_update_at
             seconds = max(0.0, min(deadline, next_update_at) - now)
-            debugger = self.watcher.get_debugger(self)
+            debugger = self._get_debugger()
             self.signals.wait_for_wakeup(
                 seconds if seconds < math.inf else None, () if debugger is None else debugger.connections
             )
@@ -131,12 +132,16 @@ class Caller:
         try:
             self.signals.suspension.suspend()
             self.watcher.outbox.run_all()
-            self.serve()
+            if not self._is_stopping:
+                self.serve()
             self._update_view()
-            if (debugger := self.watcher.get_debugger(self)) is not None:
+            if (debugger := self._get_debugger()) is not None:
                 debugger.serve(self.signals, self.signals.suspension.view)
         finally:
             self.signals.is_in_user_code = was_in_user_code
+
+    def _get_debugger(self) -> "DebuggerConsole | None":
+        return None if self._is_stopping else self.watcher.get_debugger(self)
 
     def _update_view(self) -> None:
         """If SIGTSTP comes during an update, the program is suspended after it."""

@@ -155,6 +155,7 @@ class GroupRanks:
             loss_reason = "a rank ended after it had returned" if has_succeeded else result.verdict
         finally:
             payload.close()
+            self._close_finished_watcher()
             if call is not None and not call.lost_elsewhere:
                 self._loss_reasons |= dict.fromkeys(call.ended_ranks, loss_reason)
         caller.deliver_signals(result, [call.evidence])
@@ -261,9 +262,7 @@ class GroupRanks:
     def _get_watcher(self) -> Watcher:
         """Return the watcher. If there is none, or if it has failed, make one that starts all ranks."""
         with self._lock:
-            if self._watcher is not None and self._watcher.is_finished:
-                self._watcher.close()
-                self._watcher = None
+            self._close_finished_watcher()
             if self._watcher is None:
                 self.check_open()
                 watcher = Watcher(self._spec, self._event_bus, keep_ranks=True)
@@ -276,6 +275,14 @@ class GroupRanks:
                     raise
                 self._watcher = watcher
             return self._watcher
+
+    def _close_finished_watcher(self) -> None:
+        watcher = self._watcher
+        if watcher is not None and watcher.is_finished:
+            with self._lock:
+                if self._watcher is watcher:
+                    self._watcher = None
+                    watcher.close()
 
     def _get_running_watcher(self) -> Watcher:
         """Return the watcher that has started the ranks. Raises what has ended it."""

@@ -13,6 +13,7 @@ from types import FrameType
 
 from mpwatch.errors import LaunchError
 from mpwatch.os_support.cpython_private import is_importing_main
+from mpwatch.os_support.descriptors import STDERR
 from mpwatch.wire.pickling import call_payload
 
 MONKEYS = (("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_monkey_patched"))
@@ -21,7 +22,7 @@ NEEDED_MODULES = ("threading", "thread", "select", "selectors", "os", "subproces
 
 
 def check_host() -> None:
-    """Raise LaunchError, or RuntimeError if the ranks would start ranks."""
+    """Raise LaunchError, or RuntimeError if the ranks would start ranks. Open /dev/null for closed standard streams."""
     for module, name in MONKEYS:
         is_patched = getattr(sys.modules.get(module), name, None)
         if is_patched is not None and any(map(is_patched, NEEDED_MODULES)):
@@ -36,6 +37,11 @@ def check_host() -> None:
             "by multiprocessing.set_executable(...), since a program that embeds Python often has none in sys.executable"
         )
     _check_not_importing()
+    for fd in range(STDERR + 1):  # a socket of mpwatch would get the number, and what ranks print
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _check_not_importing() -> None:

@@ -32,6 +32,7 @@ HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
 CALL_NUMBER = struct.Struct("<Q")  # at the start of the body of CALL
 MAIN_THREAD = struct.Struct("<Q")  # the main thread's identity in stack dumps
 STACKS_END = b"(end of the stacks)\n"  # a rank writes this line into its stack pipe after the stacks of all threads
+PDB_PROMPT = "(Pdb) "  # ends what a rank sends over the socket of DEBUGGER, unless pdb asks for something else
 MAGIC = b"mpw1"
 MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_FD)
 

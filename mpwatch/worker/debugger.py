@@ -18,6 +18,7 @@ import sys
 import threading
 from contextlib import suppress
 
+from mpwatch.wire.messages import PDB_PROMPT, MessageKind
 from mpwatch.worker import stack_dumps
 from mpwatch.worker.import_hook import ModuleFinder
 
@@ -105,8 +106,6 @@ class Prompt:
         import socket
         from multiprocessing.connection import Connection
 
-        from mpwatch.wire.messages import MessageKind
-
         with self.lock:
             if self.connection is None:
                 ours, theirs = socket.socketpair()
@@ -153,8 +152,10 @@ class Prompt:
             except (EOFError, OSError):
                 if not self.is_visited:
                     _wait_for_end()
-                self.is_visited = False
                 self.connection.close()
+                if not text.endswith(PDB_PROMPT):  # end `interact`, a question or the like; the next prompt comes here, too
+                    return ""
+                self.is_visited = False
                 self.connection = None
                 self.debugger.clear_all_breaks()
                 return "continue\n"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 100  # of a thread, as in faulthandler
 MAX_DUMP = 60_000  # bytes of all stacks: what is more than a pipe holds would be lost, and the end mark with it
+MAX_NAME = 500  # characters, as in faulthandler
 
 c_enable = faulthandler.enable
 _crash_fd: int  # where the stack of a crash goes, unless the function has chosen another file
@@ -115,7 +116,12 @@ def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
     frames = walk_stack(frame) if frame is not None else ()
     lines = [
-        f'  File "{frame.f_code.co_filename}", line {line or 0} in {frame.f_code.co_name}\n'
+        f'  File "{_escape(frame.f_code.co_filename)}", line {line or 0} in {_escape(frame.f_code.co_name)}\n'
         for frame, line in islice(frames, MAX_FRAMES)
     ]
-    return "".join([head, *lines]).encode(errors="backslashreplace")
+    return "".join([head, *lines]).encode()
+
+
+def _escape(name: str) -> str:
+    name = name[:MAX_NAME]
+    return name if name.isprintable() else name.encode("unicode_escape").decode()

@@ -33,6 +33,7 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import cell_name, get_ipython_shell
+from mpwatch.wire.messages import PDB_PROMPT
 
 if TYPE_CHECKING:
     from mpwatch.live_view.live import LiveView
@@ -43,7 +44,6 @@ REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 REPEAT_MS = 50  # between two SIGURG
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
-PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
@@ -104,7 +104,7 @@ class DebuggerConsole:
     @property
     def connections(self) -> list[Connection]:
         """When a message arrives on one of these, call `serve`."""
-        return [] if self._quit_at is not None else [session.connection for session in self._sessions.values()]
+        return [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: Prompter, view: "LiveView | None") -> None:
         """Show the prompts of all ranks at a breakpoint. Raises KeyboardInterrupt, once, if the user ends the run."""
@@ -120,7 +120,8 @@ class DebuggerConsole:
         else:
             self._show_prompts(signals, view)
         if self._quit_at is not None:
-            raise KeyboardInterrupt(USER_QUIT.format(self._quit_at))
+            rank, self._quit_at = self._quit_at, None
+            raise KeyboardInterrupt(USER_QUIT.format(rank))
 
     def _show_prompts(self, signals: Prompter, view: "LiveView | None") -> None:
         with self._suspended_run(view):

@@ -1,6 +1,6 @@
 """Answers requests for the stacks and collectives of all ranks, without stopping the ranks. Runs in the watcher thread.
 
-A rank is asked by a signal (rank.py), and over its request socket. The answer goes out when all have answered, or
+A rank is asked by a signal (rank.py), and over its socket of collectives. The answer goes out when all have answered, or
 STACK_DUMP_SECONDS later. The machines and the CollectiveMonitor ask the ranks, too; one answer of a rank is enough for all.
 """
 

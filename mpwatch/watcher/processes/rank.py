@@ -236,7 +236,9 @@ class Rank:
         """Return what the rank's interpreter has printed, if the rank never became ready."""
         if self._startup_file.closed:
             return ""
-        return os.pread(self._startup_file.fileno(), MAX_STARTUP_OUTPUT, 0).decode(errors="replace")
+        fd = self._startup_file.fileno()
+        start = max(0, os.fstat(fd).st_size - MAX_STARTUP_OUTPUT)
+        return os.pread(fd, MAX_STARTUP_OUTPUT, start).decode(errors="replace")
 
     def request_stack_dump(self) -> bool:
         """Send the rank a signal that asks for the stacks of its threads. Return False if the rank cannot write stacks."""

@@ -87,6 +87,7 @@ class RunController(Generic[T]):
         __tracebackhide__ = True  # see mpwatch.run
         check_stop_signals(self._spec)
         with ExitStack() as resources:
+            resources.callback(self._event_bus.outbox.run_all)  # log records that are made while threads end
             self._payload = resources.enter_context(closing(payload or pack_spec(self._spec)))
             self._watcher = self._make_watcher(resources)
             self._watcher.use_current_streams()
@@ -102,10 +103,7 @@ class RunController(Generic[T]):
             except BaseException as error:
                 self._end_with_error(error)
                 raise
-        try:
-            self._event_bus.outbox.run_all()  # log records that were made while threads ended
-        finally:
-            caller.deliver_signals(result, self._list_evidence())
+        caller.deliver_signals(result, self._list_evidence())
         return result
 
     def _make_watcher(self, resources: ExitStack) -> Watcher:

@@ -41,6 +41,16 @@ def test_children_that_the_program_forks_meanwhile_delay_no_start():
         os.waitpid(pid, 0)
 
 
+def write_much():
+    return sum(os.write(fd, b"text\n") for fd in (1, 2) for _ in range(2000))
+
+
+@in_own_process
+def test_standard_streams_that_the_program_has_closed_lead_nowhere():
+    os.closerange(0, 3)
+    assert list(mpwatch.run(write_much, 2)) == [20_000, 20_000]
+
+
 def zombies_of(pid):
     found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     return [child for child in found if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()]
