@@ -215,6 +215,7 @@ class DaskEngine:
         finally:
             result.cancel()
             dask_future.release()
+            scattered.release()
 
     async def _list_workers(self) -> list[str]:
         async with self._lock:

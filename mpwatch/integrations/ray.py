@@ -148,7 +148,8 @@ class RayEngine(cluster.ThreadEngine):
         """Reserve resources on a Ray node that the job does not use yet, and wait until there is one."""
         try:
             with self._placing:
-                self._check_cancelled(number)
+                if number in self._cancelled:
+                    raise CancelledError
                 other_node = {"ray.io/node-id": f"!in({','.join(sorted(self._find_used_nodes()))})"}  # Ray keeps blanks
                 group = placement_group([self._bundle], bundle_label_selector=[other_node])
                 self._further_groups[number] = group
@@ -162,18 +163,15 @@ class RayEngine(cluster.ThreadEngine):
     def _execute(
         self, call: Callable[[], cluster.NodeOutcome], number: int, group: PlacementGroup, slot: int
     ) -> cluster.NodeOutcome:
-        self._check_cancelled(number)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
         self._refs[number] = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
         try:
+            if number in self._cancelled:  # perhaps just before there was a task
+                self.cancel(number)
             outcome: cluster.NodeOutcome = ray.get(self._refs[number])
             return outcome
         finally:
             del self._refs[number]
-
-    def _check_cancelled(self, number: int) -> None:
-        if number in self._cancelled:
-            raise CancelledError
 
     def _find_used_nodes(self) -> set[str]:
         groups = [self._group, *self._further_groups.values()]
