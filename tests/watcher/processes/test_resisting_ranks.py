@@ -72,7 +72,7 @@ def test_a_rank_that_resists(action, caplog):
 @pytest.mark.parametrize(
     ("action", "bound"),
     [
-        ("suspends_itself", "soon"),
+        pytest.param("suspends_itself", "soon", marks=pytest.mark.linux),  # the state of a process is in /proc
         ("changes_handlers and holds_the_gil", "grace"),
         ("ignores_sigterm_and_sigint and execs_a_program_that_waits", "grace"),
     ],
