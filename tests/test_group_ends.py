@@ -1,6 +1,7 @@
 """How a WorkerGroup ends: with its program, in a fork of the program, with its last reference; and the effect of Ctrl-C."""
 
 import atexit
+import gc
 import os
 import random
 import signal
@@ -8,6 +9,8 @@ import sys
 import threading
 import time
 import warnings
+import weakref
+from multiprocessing import spawn
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -122,3 +125,19 @@ def test_ctrl_c_during_the_start_leaves_no_rank():
         WorkerGroup(3, on_event=lambda event: event.name == "worker_started" and os.kill(os.getpid(), signal.SIGINT))
     assert threading.active_count() == 1
     assert len(children()) == 1  # the resource tracker
+
+
+def test_a_group_whose_restart_has_failed_is_deleted():
+    group, executable = WorkerGroup(1, check=False), spawn.get_executable()
+    group.run(os.kill, (0, signal.SIGKILL))
+    spawn.set_executable("/nonexistent")
+    try:
+        with pytest.raises(mpwatch.LaunchError):
+            group.run(functions.rank)
+    finally:
+        spawn.set_executable(executable)
+    deleted = weakref.ref(group)
+    with pytest.warns(ResourceWarning, match="a WorkerGroup was not closed"):  # noqa: PT031  only one of them deletes it
+        del group
+        gc.collect()
+    assert deleted() is None

@@ -16,6 +16,7 @@ import pytest
 
 import mpwatch
 from mpwatch import FailureKind, ItemFailedError, ItemFailure, LaunchError, RestartPolicy, RunFailedError
+from mpwatch.events import WorkerExited
 from support import failing
 from support.programs import call, in_own_process
 
@@ -284,3 +285,19 @@ def test_a_program_ends_with_a_half_used_iterator():
 def test_bad_input_is_refused_before_a_rank_starts(arguments, options, error, text):
     with pytest.raises(error, match=text):
         mpwatch.map(*arguments, 2, **options)
+
+
+class SlowlyDeleted:
+    def __init__(self):
+        self.made_in = os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.made_in:
+            time.sleep(0.2)
+
+
+def test_the_ranks_exit_by_themselves_after_the_last_value():
+    """They do not get SIGTERM while they clean up after their last item."""
+    seen = []
+    assert list(mpwatch.map(type, [SlowlyDeleted(), SlowlyDeleted()], nprocs=2, on_event=seen.append))
+    assert [event.was_stopped for event in seen if isinstance(event, WorkerExited)] == [False, False]

@@ -13,6 +13,11 @@ def wait_at_gate(path):
     return rank()
 
 
+def wait_in_a_file_with_an_odd_name(path):
+    code = compile("os.close(os.open(path, os.O_RDONLY))", "/tmp/\x1b[31m\n.py", "exec")
+    exec(code, {"os": os, "path": path})
+
+
 def release_at_gate(path, release):
     os.close(os.open(path, os.O_RDONLY))
     release()

@@ -30,6 +30,14 @@ def is_reading(text):
     return "in wait_at_gate\n    os.close(os.open(path" in text
 
 
+def test_no_control_character_of_a_file_name_reaches_the_terminal(gate):
+    with mpwatch.submit(fn.wait_in_a_file_with_an_odd_name, nprocs=1, args=(str(gate),)) as run:
+        while r'File "/tmp/\x1b[31m\n.py", line 1 in <module>' not in (text := str(run.stacks())):
+            assert not run.done()
+            assert "\x1b" not in text
+        open_gate(gate, lambda: not run.done())
+
+
 def test_stacks_during_a_call_are_those_of_all_ranks_and_equal_ones_are_shown_once(gate):
     def condition(stacks):
         is_in_lock = "in release_at_gate" in stacks[1] and "\n    lock.acquire()" in stacks[1]
