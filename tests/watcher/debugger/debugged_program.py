@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import mpwatch
@@ -96,6 +97,9 @@ def call_group():
             print(f"values: {list(group.run(stop_once, ranks=0).values())}", flush=True)
         event.set()
         waiting.result()
+        with suppress(KeyboardInterrupt):
+            group.run(stop_once)
+        print(f"after the quit: {list(group.run(stop_once, ranks=0).values())}", flush=True)
 
 
 def main(name, ranks, options):

@@ -114,11 +114,14 @@ def test_the_prompt_is_closed_when_another_rank_fails(tmp_path):
     assert any(row.startswith("failed: rank 1 failed first: ValueError: of another rank") for row in program.rows())
 
 
-def test_calls_of_a_group_have_a_prompt_in_the_main_thread_only():
+def test_calls_of_a_group_have_a_prompt_in_the_main_thread_only_also_after_a_quit():
     with debugged("call_group", None) as program:
         assert program.wait_for_prompt() == "(rank 0) (Pdb)"
         assert program.ask("c")[-1] == "(rank 0) (Pdb)"
+        program.ask("c")
+        assert program.ask("q")[-1] == "(rank 0) (Pdb)"
         rows = program.finish("c")
+    assert rows[-1] == "after the quit: [1]"
     assert any("breakpoint() can open no prompt: the run was started in a thread" in row for row in rows)
     assert rows.count("values: [1]") == 2
 
