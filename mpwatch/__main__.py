@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mpwatch.results.clean_text import clean_line
+from mpwatch.results.texts import clean_line
 from mpwatch.running_jobs import Job, attach, jobs
 
 COMMANDS = {

@@ -20,8 +20,8 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import CallOptions, Debug, Env, Nprocs, Observers, ProgressObservers, RunOptions, WorkerSpec
 from mpwatch.options.stop_policy import StopPolicy
 from mpwatch.options.validation import check_flag, refuse_unknown
-from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
+from mpwatch.results.texts import clean_text
 from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.pack_call import pack_spec
 from mpwatch.watcher.restarts.run_controller import RunController

@@ -17,9 +17,9 @@ from mpwatch.options.validation import check_flag, check_seconds, refuse_unknown
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.results.texts import format_count
 from mpwatch.watcher.caller import OnStart
 from mpwatch.watcher.group_ranks import GroupCall, GroupRanks
 from mpwatch.watcher.host_check import check_host

@@ -13,9 +13,9 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState, make_progress
-from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.results.texts import format_count
 from mpwatch.watcher import program_end
 from mpwatch.watcher.caller import Caller, OnStart
 from mpwatch.watcher.machine.transitions import InterruptCause

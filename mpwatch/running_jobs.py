@@ -16,8 +16,8 @@ from mpwatch.live_view.select import select_display
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.collective import Collective
 from mpwatch.results.model import Progress, RankStatus, WorkerState, make_progress
-from mpwatch.results.report import format_count
 from mpwatch.results.stacks import Stacks
+from mpwatch.results.texts import format_count
 from mpwatch.version import __version__
 from mpwatch.wire.messages import PDB_PROMPT
 from mpwatch.wire.visits import SUFFIX, ask, check_folder, check_peer, find_folder, receive_fd

@@ -3,7 +3,7 @@
 import logging
 
 from mpwatch.events.types import Event
-from mpwatch.results.clean_text import clean_line
+from mpwatch.results.texts import clean_line
 
 log = logging.getLogger("mpwatch")
 ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish runs

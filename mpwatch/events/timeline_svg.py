@@ -13,8 +13,7 @@ from html import escape
 
 from mpwatch.events.timeline import Lane, Span, Timeline, timelines
 from mpwatch.events.types import Event, HeartbeatLate, WorkerFailed
-from mpwatch.results.clean_text import clean_line
-from mpwatch.results.report import format_times
+from mpwatch.results.texts import clean_line, format_times
 
 MAX_ROWS = 32
 MAX_TICKS = 8

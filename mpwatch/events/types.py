@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpwatch.results.collective import Collective
-from mpwatch.results.failure import ProcessFailure, format_exit, format_failure, format_ranks
+from mpwatch.results.failure import ProcessFailure, format_exit, format_failure
 from mpwatch.results.model import Lateness, Progress, WorkerState, format_end
-from mpwatch.results.report import format_count
+from mpwatch.results.texts import format_count, format_ranks
 from mpwatch.results.to_json import to_json
 
 DEBUG, INFO, WARNING = 10, 20, 30  # the levels of the package logging, which `import mpwatch.events` does not load

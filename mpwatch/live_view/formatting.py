@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from mpwatch.live_view.model import RankRow, Snapshot, StepProgress
-from mpwatch.results.clean_text import clean_line
 from mpwatch.results.model import WorkerState
+from mpwatch.results.texts import clean_line
 
 MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
 MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them

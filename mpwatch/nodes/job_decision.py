@@ -25,7 +25,8 @@ from mpwatch.nodes.failure_codec import limit_total_size
 from mpwatch.nodes.job_verdict import NodeCollectives, blame_ranks, find_reported_verdict, is_explained
 from mpwatch.nodes.messages import AttemptDecision, AttemptOutcome, AttemptReport, LostNode, NextStep, NodeInfo
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.results.failure import FailureKind, format_ranks
+from mpwatch.results.failure import FailureKind
+from mpwatch.results.texts import format_ranks
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget
 

@@ -14,7 +14,7 @@ from itertools import count
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mpwatch.results.clean_text import clean_text
+from mpwatch.results.texts import clean_text
 
 T = TypeVar("T")
 

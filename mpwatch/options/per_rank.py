@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
-from mpwatch.results.report import format_count
+from mpwatch.results.texts import format_count
 from mpwatch.wire.pickling.per_rank import PerRank
 
 __all__ = ["PerRank", "check_per_rank", "find_per_rank", "format_argument"]

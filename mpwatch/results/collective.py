@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mpwatch.results.clean_text import clean_line
+from mpwatch.results.texts import clean_line
 
 MAX_TENSORS = 64  # of a call that are known
 HASHED_NAME = re.compile("[0-9a-f]{40}")  # torch's name of a group that was made with use_local_synchronization

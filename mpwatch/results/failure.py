@@ -1,17 +1,17 @@
 """The failure of one rank, and the text that says what happened to this rank. Without I/O.
 
-`summarize_exception` runs user code, so the watcher thread calls only `format_exit` and `format_ranks` of this module.
+`summarize_exception` runs user code, so the watcher thread calls only `format_exit` of this module.
 """
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from mpwatch.results.clean_text import clean_text
 from mpwatch.results.collective import Collective
 from mpwatch.results.places import format_location, format_raise_location
+from mpwatch.results.texts import clean_text, format_ranks
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
@@ -189,17 +189,6 @@ def format_root_cause(root: ProcessFailure) -> str:
     if root.kind is FailureKind.EXCEPTION:
         return f"{name_rank(root)} failed first: {describe_failure(root)}"
     return f"{name_rank(root)} {describe_failure(root)}"
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    word = "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks"
-    return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def name_rank(failure: ProcessFailure) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from reprlib import Repr
 
-from mpwatch.results.clean_text import clean_text
+from mpwatch.results.texts import clean_text
 from mpwatch.wire.exceptions.source_lines import cell_name
 
 FILE_OF_FRAME = re.compile(r'^  File "(.+)"(?=, line \d)', re.MULTILINE)  # in a traceback or a stack

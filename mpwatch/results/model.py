@@ -1,6 +1,6 @@
 """The states of ranks and runs, and what is known about one attempt. Frozen data, without I/O.
 
-collective, places  <--  failure  <--  model  <--  events.types, report  <--  run_result
+texts  <--  collective, places  <--  failure  <--  model  <--  events.types, report  <--  run_result
 """
 
 from collections.abc import Mapping

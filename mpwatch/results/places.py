@@ -12,7 +12,7 @@ from itertools import pairwise
 from traceback import walk_tb
 from typing import NamedTuple
 
-from mpwatch.results.clean_text import clean_line
+from mpwatch.results.texts import clean_line
 from mpwatch.wire.exceptions.source_lines import cell_name
 
 FRAME_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')  # of a stack in the format of faulthandler

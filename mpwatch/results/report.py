@@ -1,4 +1,4 @@
-"""Texts that several parts of mpwatch use: counts, and what reports say about the end of a run. Pure.
+"""What reports and warnings say about the end of a run: its reason, and notes. Pure.
 
 failure.py describes the failure of one rank, places.py its place in the code, and run_result.py makes the whole report.
 
@@ -9,20 +9,12 @@ return by themselves.
 from collections.abc import Collection, Iterable, Mapping
 
 from mpwatch.os_support.signals import name_signal
-from mpwatch.results.failure import format_ranks
 from mpwatch.results.model import Attempt, Progress
+from mpwatch.results.texts import format_count, format_ranks, group_ranks
 
 FATE_LINES = 30  # groups of ranks; further groups are counted
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
 STOPPED_AT_EXIT = "the run was stopped: the program ended"
-
-
-def format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def format_times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def make_restart_notes(no_restart_reason: str, attempts: Iterable[Attempt]) -> tuple[str, ...]:
@@ -70,13 +62,10 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
 
 def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
     """Name the ranks that did not return after a requested stop. `places`: phrases such as `, at step 20 (train.py:88)`."""
-    ranks_by_place: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        ranks_by_place.setdefault(place, []).append(rank)
     text = f"{format_ranks(places)} had not returned within StopPolicy(timeout={stop_timeout:g})"
-    if len(ranks_by_place) == 1:
-        return text + next(iter(ranks_by_place))
-    groups = [f"{format_ranks(ranks)}{place}" for place, ranks in ranks_by_place.items()]
+    groups = [f"{ranks}{place}" for ranks, place in group_ranks(places)]
+    if len(groups) == 1:
+        return text + next(iter(places.values()))
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"and {format_count(len(groups) - FATE_LINES, 'more group')} of ranks"]
     return f"{text}: {'; '.join(groups)}"

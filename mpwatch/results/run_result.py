@@ -26,11 +26,12 @@ from typing import Any, SupportsIndex, TypeVar, overload
 from mpwatch.events.types import Event, RunStarted
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
-from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure, format_ranks
+from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure
 from mpwatch.results.model import Attempt, Lateness, Progress, WorkerState, format_end
 from mpwatch.results.places import format_location
-from mpwatch.results.report import FATE_LINES, format_count, format_times
+from mpwatch.results.report import FATE_LINES
 from mpwatch.results.stacks import Stacks
+from mpwatch.results.texts import format_count, format_ranks, format_times, group_ranks
 from mpwatch.results.to_json import to_json
 from mpwatch.version import __version__
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -423,13 +424,9 @@ def _is_death(failure: ProcessFailure) -> bool:
 
 
 def _format_last_steps(progress: Mapping[int, Progress]) -> str:
-    ranks_by_step: dict[tuple[int, int | None], list[int]] = {}
-    for rank, report in progress.items():
-        if report.step is not None:
-            ranks_by_step.setdefault((report.step, report.total), []).append(rank)
-    steps = sorted(ranks_by_step, key=lambda step: (-step[0], step[1] or 0))
-    if len(steps) > STEP_GROUPS:
-        ranks = [rank for group in ranks_by_step.values() for rank in group]
-        return f"{format_ranks(ranks)} at steps {steps[-1][0]} to {steps[0][0]}"
-    texts = [f"step {step}" if total is None else f"step {step} of {total}" for step, total in steps]
-    return "; ".join(f"{format_ranks(ranks_by_step[step])} at {text}" for step, text in zip(steps, texts, strict=True))
+    steps = {rank: (report.step, report.total) for rank, report in progress.items() if report.step is not None}
+    groups = sorted(group_ranks(steps), key=lambda group: (-group[1][0], group[1][1] or 0))
+    if len(groups) > STEP_GROUPS:
+        return f"{format_ranks(steps)} at steps {groups[-1][1][0]} to {groups[0][1][0]}"
+    texts = [f"{ranks} at step {step}" + ("" if total is None else f" of {total}") for ranks, (step, total) in groups]
+    return "; ".join(texts)

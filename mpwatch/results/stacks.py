@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from textwrap import indent
 
 from mpwatch.results.collective import Collective
-from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_location
+from mpwatch.results.texts import group_ranks
 
 MAIN_THREAD_HEAD = re.compile(r"^Current thread 0x[0-9a-f]+", re.MULTILINE)
 OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the number differs from rank to rank
@@ -34,11 +34,9 @@ class Stacks(dict[int, str]):
         self.verdict = verdict
 
     def __str__(self) -> str:
-        groups: dict[str, list[int]] = {}
-        for rank, stacks in sorted(self.items()):
-            text = MAIN_THREAD_HEAD.sub("main thread", stacks)
-            groups.setdefault(OTHER_THREAD_HEAD.sub("another thread", text), []).append(rank)
-        lines = [f"{format_ranks(ranks)}:{_format_group(text)}" for text, ranks in groups.items()]
+        texts = {rank: MAIN_THREAD_HEAD.sub("main thread", stacks) for rank, stacks in sorted(self.items())}
+        texts = {rank: OTHER_THREAD_HEAD.sub("another thread", text) for rank, text in texts.items()}
+        lines = [f"{ranks}:{_format_group(text)}" for ranks, text in group_ranks(texts)]
         return "\n".join([*lines, self.verdict] if self.verdict else lines)
 
     __repr__ = __str__
@@ -46,11 +44,9 @@ class Stacks(dict[int, str]):
 
 def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
     """Return pairs of ranks and place, such as `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in sorted(stacks.items()):
-        place = format_location(text) if "\n" in text else f" {text.strip()}"
-        groups.setdefault(place, []).append(rank)
-    return [(format_ranks(ranks), place) for place, ranks in groups.items()]
+    return group_ranks(
+        {rank: format_location(text) if "\n" in text else f" {text.strip()}" for rank, text in sorted(stacks.items())}
+    )
 
 
 def _format_group(stacks: str) -> str:

@@ -24,9 +24,10 @@ from mpwatch.events.types import (
 )
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import format_exit, format_ranks
+from mpwatch.results.failure import format_exit
 from mpwatch.results.places import format_location
 from mpwatch.results.report import format_overdue_ranks
+from mpwatch.results.texts import format_ranks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
 from mpwatch.watcher.machine import transitions as m

@@ -30,10 +30,11 @@ from typing import Any, Protocol
 from mpwatch.events.types import Progressed, SlowRank, WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.failure import format_exit, format_ranks
+from mpwatch.results.failure import format_exit
 from mpwatch.results.model import Lateness, RankStatus, WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
+from mpwatch.results.texts import format_ranks
 from mpwatch.watcher.call import Call, publish_exited
 from mpwatch.watcher.diagnosis.failures import may_be_oom_kill
 from mpwatch.watcher.diagnosis.oom import OomDetector

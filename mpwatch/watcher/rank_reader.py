@@ -16,9 +16,9 @@ from functools import partial
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic, wall_time
 from mpwatch.os_support.processes import is_ending
-from mpwatch.results.clean_text import clean_line
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
+from mpwatch.results.texts import clean_line
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.os_support.clock import monotonic
-from mpwatch.results.clean_text import clean_line
-from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
+from mpwatch.results.texts import clean_line, format_ranks
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.wakeup_pipe import WakeupPipe

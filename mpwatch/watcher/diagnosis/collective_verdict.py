@@ -18,8 +18,8 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveState
-from mpwatch.results.failure import format_ranks
 from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.results.texts import format_ranks
 
 # Operations whose input (or output) tensors must have the same types and numbers of elements on all ranks. Shapes may
 # differ, since a collective does not see them. In other operations, the tensors may differ. The flight recorder uses these

@@ -14,8 +14,8 @@ import re
 import threading
 from itertools import pairwise
 
-from mpwatch.results.clean_text import clean_line
 from mpwatch.results.places import FRAME_LINE, PACKAGE_FOLDER, is_of_library, parse_frames
+from mpwatch.results.texts import clean_line
 from mpwatch.wire.messages import STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.hardware import may_have_gpus
-from mpwatch.results.report import format_count
+from mpwatch.results.texts import format_count
 
 CUDA, HIP, LEVEL_ZERO = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
 DEVICE_VARIABLES = frozenset({CUDA, HIP, LEVEL_ZERO})

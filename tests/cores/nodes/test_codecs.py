@@ -60,7 +60,7 @@ def test_the_bad_field_of_a_message_is_named(fields, text):
 
 
 def test_no_text_of_another_node_controls_a_terminal():
-    """See also results/clean_text.py."""
+    """See also results/texts.py."""
     arrived = decode_message(change(NODE_INFO, hostname="\x1b[2J", options={"\x9b": "\x9b"}))
     assert (arrived.hostname, arrived.options) == (r"\x1b[2J", {r"\x9b": r"\x9b"})
 
