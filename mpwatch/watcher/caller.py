@@ -25,13 +25,13 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult, format_report
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.inbox import WakeupPipe
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import Signals
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import add_note
 

@@ -38,7 +38,7 @@ from mpwatch.results.texts import format_ranks
 from mpwatch.watcher.call import Call, publish_exited
 from mpwatch.watcher.diagnosis.failures import may_be_oom_kill
 from mpwatch.watcher.diagnosis.oom import OomDetector
-from mpwatch.watcher.inbox import Inbox
+from mpwatch.watcher.inbox import Inbox, Timers
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
@@ -51,7 +51,6 @@ from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.rank_reader import RankReader
 from mpwatch.watcher.suspension import Suspension, suspend_processes
-from mpwatch.watcher.timers import Timers
 from mpwatch.watcher.visitors import Visitor, Visitors
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.stop_step import HOLD_SECONDS

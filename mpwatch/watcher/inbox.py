@@ -1,21 +1,64 @@
 """How threads ask one another for something: they post functions, and the other thread runs them in their order.
 
-    any thread, any signal handler --- Inbox.post ----> watcher thread: run_all
-    watcher thread, output thread ---- Outbox.post ---> whichever thread of the program waits for ranks: run_all
+    any thread, any signal handler --- Inbox.post ------> watcher thread: run_all
+    watcher thread, output thread ---- Outbox.post -----> whichever thread of the program waits for ranks: run_all
+    watcher thread ------------------- Timers.call_at --> itself, at that time: run_due
 
 A function in an Inbox runs no user code and does not block. A function in an Outbox may: observers and logging handlers run
-there. A descriptor becomes readable when something is posted, so the waiting thread wakes up; a wait for a lock could miss a
+there. A WakeupPipe becomes readable when something is posted, so the waiting thread wakes up; a wait for a lock could miss a
 signal that comes just before it.
 """
 
+import heapq
+import math
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.errors import LaunchError
+from mpwatch.wire.resource_errors import with_remedy
 
 Function = Callable[[], object]
+
+
+class WakeupPipe:
+    """Two connected sockets. A thread waits until the first is readable; any thread or signal handler may call `wake`.
+
+    If `wake` comes before the wait, the wait ends at once, since the socket stays readable until `drain`. With
+    `signal.set_wakeup_fd(write_fd)`, each signal ends the wait, too.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
+        except OSError as error:
+            raise LaunchError(with_remedy("signals cannot be waited for", error)) from error
+        for end in self._pair:
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._pair[0].fileno()
+
+    @property
+    def write_fd(self) -> int:
+        return self._pair[1].fileno()
+
+    def wake(self) -> None:
+        with suppress(OSError):  # if the pipe is full, the reader wakes up anyway; if it is closed, there is no reader
+            self._pair[1].send(b"\0")
+
+    def drain(self) -> bytes:
+        """Return the bytes since the last `drain`: zero for each `wake`, and the numbers of signals."""
+        with suppress(OSError):
+            return self._pair[0].recv(4096)
+        return b""
+
+    def close(self) -> None:
+        for end in self._pair:
+            end.close()
 
 
 class WaitingThread(Protocol):
@@ -94,3 +137,26 @@ class Outbox:
     def remove(self, thread: WaitingThread) -> None:
         with self._threads_lock:
             self._threads = tuple(other for other in self._threads if other is not thread)
+
+
+class Timers:
+    """Functions that the watcher thread calls at a time of CLOCK_MONOTONIC."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Function]] = []
+        self._count = 0  # functions that are due at the same time are called in their order
+
+    @property
+    def due_at(self) -> float:
+        return self._heap[0][0] if self._heap else math.inf
+
+    def call_at(self, due_at: float, function: Function) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (due_at, self._count, function))
+
+    def run_due(self, now: float) -> None:
+        while self._heap and self._heap[0][0] <= now:
+            heapq.heappop(self._heap)[2]()
+
+    def shift(self, seconds: float) -> None:
+        self._heap = [(due_at + seconds, number, function) for due_at, number, function in self._heap]

@@ -31,10 +31,10 @@ from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import get_handler, name_signal, set_handler
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
+from mpwatch.watcher.inbox import WakeupPipe
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
 from mpwatch.watcher.program_end import add_call, remove_call
 from mpwatch.watcher.suspension import ProgramSuspension
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 

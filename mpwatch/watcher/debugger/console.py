@@ -28,9 +28,9 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
 from mpwatch.results.texts import clean_line, format_ranks
+from mpwatch.watcher.inbox import WakeupPipe
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import cell_name, get_ipython_shell
 from mpwatch.wire.messages import PDB_PROMPT
 
