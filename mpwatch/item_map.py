@@ -18,14 +18,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from logging import WARNING
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
-from mpwatch.live_view.item_view import select_item_view
-from mpwatch.live_view.live import LiveView
+from mpwatch.live_view.select import select_item_view
 from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
@@ -45,6 +43,9 @@ from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 from mpwatch.worker.item_loop import load, run_items
+
+if TYPE_CHECKING:
+    from mpwatch.live_view.live import LiveView
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -222,8 +223,9 @@ def map(
     item_map = ItemMap(
         fn=fn,
         queue=queue,
-        make_view=partial(select_item_view, spec.progress, total),
         options={"nprocs": nprocs, **options, "progress": False},  # the view is that of the items
+        progress=spec.progress,
+        total=total,
         buffersize=buffersize,
         ordered=ordered,
         yields_failures=on_error == "yield",
@@ -248,12 +250,13 @@ class _Feed:
 
 @dataclass(eq=False, kw_only=True)
 class ItemMap:
-    """One call of `map`. `options` are those of its WorkerGroup. `make_view` gets a function that counts the items."""
+    """One call of `map`. `options` are those of its WorkerGroup."""
 
     fn: Callable[[Any], Any]
     queue: ItemQueue
-    make_view: Callable[[Callable[[], tuple[int, int]]], LiveView | None]
     options: dict[str, Any]
+    progress: bool | None
+    total: int | None  # items; None: it is not known
     buffersize: int | None
     ordered: bool
     yields_failures: bool
@@ -266,7 +269,7 @@ class ItemMap:
     _dealt_at: float = 0.0  # CLOCK_MONOTONIC
     _group: WorkerGroup = field(init=False)
     _load_payload: Payload = field(init=False)  # the call of `load`
-    _bar: LiveView | None = None
+    _bar: "LiveView | None" = None
 
     def run(self) -> Generator[Any, None, None]:
         """Yield the value or the ItemFailure of each item in order, or else with the item's index, as they arrive."""
@@ -281,7 +284,7 @@ class ItemMap:
         with ExitStack() as stack:
             self._load_payload = stack.enter_context(closing(pack_call(FunctionCall(load, (), {"fn": self.fn}, None))))
             self._group = stack.enter_context(WorkerGroup(scope="worker", check=False, **self.options))
-            self._bar = self.make_view(lambda: (self._done_count, self._failed_count))
+            self._bar = select_item_view(self.progress, self.total, lambda: (self._done_count, self._failed_count))
             stack.callback(self._close_bar, os.getpid())
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             try:

@@ -4,7 +4,7 @@ watcher thread --- statuses of the ranks ---> LiveView (live.py)
 |  model.py: rates, overall progress -> Snapshot
 v
 Display.show(snapshot): one of
-TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py, scroll_region.py)
+TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py)
 NotebookDisplay (notebook.py)       an HTML table in the cell that runs
 LineDisplay     (live.py)           lines on stderr
 """

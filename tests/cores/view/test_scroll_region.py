@@ -3,10 +3,11 @@
 import pytest
 
 pytest.importorskip("pyte")
+pytest.importorskip("rich")
 
 from pyte.modes import DECAWM
 
-from mpwatch.live_view.scroll_region import ScrollRegion
+from mpwatch.live_view.terminal import ScrollRegion
 from support.screens import Emulator
 
 COLUMNS, ROWS = 40, 10
