@@ -62,10 +62,10 @@ class WorkerGroup:
         check: False means that `run` returns the result of a failed call, and raises no RunFailedError.
         options: these options of `mpwatch.run`: `backend`, `env`, `timeout`, `heartbeat_timeout`, `grace_period`, `stop`,
             `placement`, `logs`, `progress`, `on_event`, `on_progress` and `debug`. The limits hold for each call, and
-            `grace_period` also for the exit of the ranks after `close`. The ranks make the process group of `backend` before
-            the first call, and keep it; after a failed call they make a new one, because they may be in different
-            collectives. The functions in `on_event` and `on_progress` are called in the thread that waits for a call or for
-            `close`.
+            `grace_period` also for the exit of the ranks after `close`. A call of all ranks makes the process group of
+            `backend`, and the ranks keep it. After a failed call of all ranks, the next one makes a new process group,
+            because the ranks may be in different collectives. A call of some ranks makes none. The functions in `on_event`
+            and `on_progress` are called in the thread that waits for a call or for `close`.
 
     Raises:
         LaunchError: the ranks could not be started, and no rank is left.
@@ -123,10 +123,11 @@ class WorkerGroup:
             args: positional arguments, the same for every rank, except those that are a PerRank.
             kwargs: keyword arguments.
             timeout: limit for this call in seconds, from its beginning. None means the `timeout` of the group.
-            ranks: the rank or the ranks to call. None means all ranks. The process group of `backend` contains all ranks.
-                For collectives of some ranks, make another group with `torch.distributed.new_group`, in a call of all ranks.
-                If the process group of `backend` does not exist yet, all ranks make it in an extra call before this call. A
-                PerRank has a value for each rank of the group, or for each rank that is called, in ascending order.
+            ranks: the rank or the ranks to call. None means all ranks. The process group of `backend` contains all ranks. A
+                call of some ranks uses the one that is there, and makes none, so call all ranks once before: at first, and
+                when a call of all ranks has failed or a rank was lost. For collectives of some ranks, make another group
+                with `torch.distributed.new_group`, in a call of all ranks. A PerRank has a value for each rank of the group,
+                or for each rank that is called, in ascending order.
 
         Returns:
             The return values by rank.
@@ -143,7 +144,7 @@ class WorkerGroup:
         """
         __tracebackhide__ = True  # as in mpwatch.run
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
-        result = self._run_exclusively("run", call.ranks, partial(self._run, call))
+        result = self._run_exclusively("run", call.ranks, partial(self._ranks.call, call))
         if self._check:
             raise_if_failed(result)
         return result
@@ -187,7 +188,7 @@ class WorkerGroup:
 
         def execute(on_start: OnStart) -> RunResult[T]:
             with self._call_lock.lock:
-                return self._run(call, ticket, on_start)
+                return self._ranks.call(call, on_start)
 
         handle: RunHandle[T] = RunHandle(execute, call.ranks, check=self._check, is_in_call=self._call_lock.is_locked)
         queue, ticket = self._queue, Ticket(call.ranks, handle._start, handle.done)
@@ -212,7 +213,7 @@ class WorkerGroup:
         handles = list(self._handles)
         for handle in handles:
             handle.cancel()
-        self._run_exclusively("close", self._all_ranks, lambda _: self._close())
+        self._run_exclusively("close", self._all_ranks, self._close)
         for handle in handles:
             handle._wait_for_end()
 
@@ -285,29 +286,6 @@ class WorkerGroup:
             check_seconds("timeout", timeout, at_least="more than 0")
         return GroupCall(fn, *arguments, timeout, called)
 
-    def _run(self, call: GroupCall, ticket: Ticket, on_start: OnStart | None = None) -> RunResult[Any]:
-        __tracebackhide__ = True
-        result: RunResult[Any] | None = None
-        while result is None:
-            self._ranks.check_open()
-            if len(call.ranks) < len(self._all_ranks) and self._ranks.lacks_process_group:
-                result = self._make_process_group(call, ticket)
-            else:
-                result = self._ranks.call(call, on_start)
-        return result
-
-    def _make_process_group(self, call: GroupCall, ticket: Ticket) -> RunResult[Any] | None:
-        """Let all ranks make torch's process group before a call of some ranks, unless another call has done it meanwhile.
-
-        Return the result of a failure, or None to check again.
-        """
-        self._queue.widen(ticket)
-        result = None
-        if len(ticket.needed) == len(self._all_ranks) and self._ranks.lacks_process_group:
-            result = self._ranks.call(GroupCall(do_nothing, (), {}, call.timeout, tuple(self._all_ranks), has_view=False))
-        self._queue.narrow()
-        return None if result is None or result.state is WorkerState.SUCCEEDED else result
-
     def _close(self, reason: str = "") -> None:
         try:
             self._ranks.close()
@@ -316,8 +294,8 @@ class WorkerGroup:
                 self._finalizer.cancel()
                 self._ranks.publish_run_ended(reason)
 
-    def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until the ranks are free, and call `action` with the Ticket that reserves them."""
+    def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[], R]) -> R:
+        """Wait until the ranks are free, and call `action` while they are reserved."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -325,7 +303,7 @@ class WorkerGroup:
             with self._call_lock.lock:
                 self._queue.enter(ticket)
                 ticket.wait()
-                return action(ticket)
+                return action()
         finally:
             ticket.has_left = True  # if an exception prevents the rest, the call is in nobody's way
             self._queue.update()
@@ -352,10 +330,6 @@ class _LockOfThread(threading.local):
 
     def is_locked(self) -> bool:
         return self.lock.locked()
-
-
-def do_nothing() -> None:
-    """Let all ranks make torch's process group: with `backend`, each one joins it before it calls a function."""
 
 
 def _end_unclosed_group(handles: "set[RunHandle[Any]]", ranks: GroupRanks) -> None:

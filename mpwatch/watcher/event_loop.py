@@ -135,7 +135,7 @@ class EventLoop:
         self._hostname = platform.node()
 
     @property
-    def has_lost_ranks(self) -> bool:
+    def _has_lost_ranks(self) -> bool:
         """Whether the next call of a WorkerGroup has to start ranks first."""
         return self._keep_ranks and self.starts > 0 and len(self._ranks) < int(self._spec.nprocs)
 
@@ -665,7 +665,7 @@ class EventLoop:
         ranks = self._ranks.values()
         if not self.starts or (not ranks and not self._keep_ranks):
             return self.state
-        if self.has_lost_ranks and not self._is_ending:
+        if self._has_lost_ranks and not self._is_ending:
             return WorkerState.UNHEALTHY
         calls = dict.fromkeys(rank.call for rank in ranks)
         states = {call.machine.state for call in calls if call is not None}

@@ -53,7 +53,6 @@ class GroupCall:
     kwargs: Mapping[str, Any]
     timeout: float | None
     ranks: tuple[int, ...]
-    has_view: bool = True
 
 
 class GroupRanks:
@@ -70,8 +69,7 @@ class GroupRanks:
         self._starts = 0  # how often ranks were started in this watcher
         self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
         self._loss_reasons: dict[int, str] = {}  # for the log, if ranks that were lost in a call are restarted
-        self._has_process_group = False  # of torch
-        self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
+        self._process_group_version = 0  # with a new one, a call of all ranks makes a new process group
         self._refusal = ""  # why there are no calls and no new ranks any more; empty: there may be some
         self._lock = threading.RLock()  # to start ranks. A thread also holds it while it calls the user's `env`
         self.workers: tuple[Worker, ...] = ()
@@ -108,21 +106,13 @@ class GroupRanks:
             self._end_ranks()
         caller.signals.deliver_received()
 
-    @property
-    def lacks_process_group(self) -> bool:
-        """Whether `backend` is set, and the ranks have no usable process group of torch. A call of all ranks makes it."""
-        if self._spec.torch_backend.name is None:
-            return False
-        watcher = self._watcher
-        return watcher is None or not self._has_process_group or watcher.loop.has_lost_ranks
-
-    def call(self, planned: GroupCall, on_start: OnStart | None = None) -> RunResult[Any] | None:
+    def call(self, planned: GroupCall, on_start: OnStart | None = None) -> RunResult[Any]:
         """Call a function in these ranks. Raises LaunchError, or RuntimeError if the group or the program ends.
 
-        `on_start` gets the Caller of a call in the background. Return None if torch's process group has gone with a lost
-        rank, and only some ranks are called. See `lacks_process_group`.
+        `on_start` gets the Caller of a call in the background.
         """
         __tracebackhide__ = True  # see mpwatch.run
+        self.check_open()
         if threading.current_thread() is threading.main_thread():
             check_stop_signals(self._spec)
         backend, version = self._spec.torch_backend, self._process_group_version
@@ -136,22 +126,19 @@ class GroupRanks:
             watcher = self._get_watcher()
             suspended = watcher.loop.suspended_seconds
             call = Call(payload, planned.ranks, started_at=started_at, timeout=timeout, suspended_before=suspended)
-            caller = Caller(watcher, call, self._make_view if planned.has_view and on_start is None else None)
+            caller = Caller(watcher, call, self._make_view if on_start is None else None)
             if on_start is not None:
                 on_start(caller)
             if are_all:  # unless it succeeds
-                self._has_process_group, self._process_group_version = False, version + 1
+                self._process_group_version = version + 1
             watcher.use_current_streams()
-            needs_process_group = not are_all and backend.name is not None
-            caller.execute(partial(self._follow, caller, call, give_up=needs_process_group))
+            caller.execute(partial(self._follow, caller, call))
             caller.drain_output(math.inf if timeout is None else started_at + timeout - suspended)
-            if call.evidence is None:
-                caller.signals.deliver_received()
-                return None
             result = caller.build_result(partial(self.diagnose, call))
+            assert call.evidence is not None
             has_succeeded = call.evidence.stop_reason is StopReason.SUCCEEDED
             if are_all and has_succeeded:
-                self._has_process_group, self._process_group_version = True, version
+                self._process_group_version = version
             loss_reason = "a rank ended after it had returned" if has_succeeded else result.verdict
         finally:
             payload.close()
@@ -314,20 +301,16 @@ class GroupRanks:
         self.check_open()  # again: `prepare` calls functions of the user, such as `env`
         self.workers = watcher.workers
         self._starts += 1
-        self._has_process_group = False
         watcher.post(watcher.loop.start_ranks, setups)
 
-    def _follow(self, caller: Caller, call: Call, *, give_up: bool) -> None:
-        """Post the call, and wait until it is over. If ranks are lost, start them first, or give up."""
+    def _follow(self, caller: Caller, call: Call) -> None:
+        """Post the call, and wait until it is over. If ranks are lost, start them first."""
         watcher = caller.watcher
         while True:
             call.is_posted, call.is_refused = True, False
             watcher.post(watcher.loop.begin, call)
             caller.wait(call.has_ended)
             if call.is_over:
-                return
-            if give_up:
-                self.check_open()
                 return
             if watcher.is_finished and not self._refusal:
                 raise LaunchError("the ranks cannot be called: an exception in another thread has interrupted their start")

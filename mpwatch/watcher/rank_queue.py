@@ -20,21 +20,19 @@ class Ticket:
         on_grant: Callable[[], object] = lambda: None,
         is_done: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.ranks = self.needed = ranks  # `needed` has all ranks between `RankQueue.widen` and `narrow`
+        self.ranks = ranks
         self.on_grant, self._is_done = on_grant, is_done
-        self.is_granted = self.has_left = False
+        self.has_left = False
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # no Event: an exception in `Event.set` would leave it locked
 
     def is_over(self) -> bool:
         return self.has_left or self._is_done()
 
     def grant(self) -> None:
-        self.is_granted = True
         self._wakeups.put(None)
 
     def wait(self) -> None:
-        while not self.is_granted:
-            self._wakeups.get()
+        self._wakeups.get()
 
 
 class RankQueue:
@@ -44,7 +42,7 @@ class RankQueue:
     """
 
     def __init__(self, nprocs: int) -> None:
-        self._all_ranks = range(nprocs)
+        self._nprocs = nprocs
         self._lock = threading.RLock()  # a signal handler may cancel a call
         self._waiting: list[Ticket] = []  # in the order in which the calls were made
         self._granted: list[Ticket] = []
@@ -54,32 +52,17 @@ class RankQueue:
             self._waiting.append(ticket)
         self.update()
 
-    def widen(self, ticket: Ticket) -> None:
-        """Give up the ranks of a granted ticket, and wait in its old place for all, or until `narrow` gives its own back."""
-        with self._lock:
-            ticket.needed, ticket.is_granted = self._all_ranks, False
-            self._waiting.insert(0, ticket)
-        self.update()
-        ticket.wait()
-
-    def narrow(self) -> None:
-        """Let each ticket need only the ranks of its call again."""
-        with self._lock:
-            for ticket in (*self._granted, *self._waiting):
-                ticket.needed = ticket.ranks
-        self.update()
-
     def update(self) -> None:
         """Forget the tickets of calls that are over, and grant those whose ranks are free."""
         with self._lock:
-            self._granted = [ticket for ticket in self._granted if ticket.is_granted and not ticket.is_over()]
-            taken = {rank for ticket in self._granted for rank in ticket.needed}
+            self._granted = [ticket for ticket in self._granted if not ticket.is_over()]
+            taken = {rank for ticket in self._granted for rank in ticket.ranks}
             for ticket in self._waiting[:]:
-                if len(taken) == len(self._all_ranks):
+                if len(taken) == self._nprocs:
                     break
                 if not ticket.is_over():
-                    is_free = taken.isdisjoint(ticket.needed)
-                    taken.update(ticket.needed)
+                    is_free = taken.isdisjoint(ticket.ranks)
+                    taken.update(ticket.ranks)
                     if not is_free:
                         continue
                     ticket.grant()

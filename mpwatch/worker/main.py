@@ -194,7 +194,10 @@ def _call_function(call: FunctionCall) -> object:
         value = call_user(call.fn, *call.args, **call.kwargs)
     except Exception as error:
         if call.backend is None and error.args and NO_PROCESS_GROUP in str(error.args[0]):
-            error.add_note('mpwatch makes the process group if the run has the option backend="gloo", "nccl" or "auto"')
+            error.add_note(
+                'mpwatch makes the process group if the run has the option backend="gloo", "nccl" or "auto"; in a '
+                "WorkerGroup, only a call of all ranks makes it, so call all ranks once before you call some"
+            )
         raise
     context.stop_heartbeats()
     return value

@@ -75,7 +75,7 @@ def test_ranks_keep_their_process_group_from_call_to_call_and_have_a_new_one_aft
 
 @pytest.mark.slow
 def test_some_ranks_have_the_process_group_of_all():
-    """All ranks make it before the first call of some ranks, and again if a rank was lost."""
+    """A call of all ranks makes it, and must make it again if a rank was lost."""
 
     def receive():
         dist.recv(tensor := torch.zeros(1), 0)
@@ -84,7 +84,14 @@ def test_some_ranks_have_the_process_group_of_all():
     def get_size_and_rank():
         return dist.get_world_size(), dist.get_rank()
 
+    def check_missing(group):
+        with pytest.raises(mpwatch.RunFailedError, match="Default process group has not been initialized") as caught:
+            group.run(get_size_and_rank, ranks=0)
+        assert "call all ranks once before you call some" in caught.value.__cause__.__notes__[0]
+
     with mpwatch.WorkerGroup(2, backend="gloo") as group:
+        check_missing(group)
+        assert list(group.run(is_kept)) == [False, False]
         sender, receiver = group.submit(lambda: dist.send(torch.ones(1), 1), ranks=0), group.submit(receive, ranks=1)
         assert (list(receiver.result(60).values()), list(sender.result(60).values())) == ([1.0], [None])  # at the same time
         bad, *handles = [
@@ -94,9 +101,11 @@ def test_some_ranks_have_the_process_group_of_all():
         with pytest.raises(mpwatch.RunFailedError, match="the batch is bad"):
             bad.result(60)
         assert [list(handle.result(60).values()) for handle in handles] == [[(2, 0)], [(2, 1)], [(2, 0)]]
-        assert [list(group.run(is_kept)) for _ in range(2)] == [[False, False], [True, True]]
+        assert list(group.run(is_kept)) == [True, True]
         with pytest.raises(mpwatch.RunFailedError, match="SIGKILL"):
             group.run(failing.is_killed, ranks=1)
+        check_missing(group)
+        assert list(group.run(is_kept)) == [False, False]
         assert list(group.run(get_size_and_rank, ranks=0).values()) == [(2, 0)]
 
 

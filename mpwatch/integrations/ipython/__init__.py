@@ -108,7 +108,7 @@ class RankMagics(Magics):
         after the last expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
             NPROCS: number of ranks. Without NPROCS, the existing ranks run the cell.
-            --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
+            --backend: a backend of torch.distributed, such as gloo, nccl or auto. A cell on all ranks makes a process group.
             --preload: modules that the ranks import when they start, such as torch,numpy.
             --on: the ranks that run the cell, such as 0 or 0,2-3. Without --on, all ranks run the cell.
             --push: variables to copy to the ranks before the cell, such as x,y. Each rank gets its own value of a PerRank.
