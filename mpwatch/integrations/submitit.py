@@ -1,6 +1,25 @@
-"""`run` submits a job with submitit, and waits for the values of all ranks.
+"""Run one job on several nodes of a SLURM cluster through submitit. There are two ways.
 
-`SubmititEngine` starts nodes as jobs of submitit. `Task` is the function that each task of a submitit job runs.
+- `mpwatch.integrations.submitit.run(executor, train, 8, nodes=4)` waits for the values of all ranks.
+  mpwatch/cluster/__init__.py describes how the driver and the nodes work together.
+- A program that calls `executor.submit(mpwatch.integrations.submitit.Job(train, 8))` can end while the job runs. Each SLURM
+  task calls the `Job` object. The first task runs the coordinator of the job.
+
+`run` submits the minimum number of nodes as one SLURM job, one task on each machine, since SLURM starts the tasks of one
+job at the same time. Each further node, and each that replaces a lost one, is a SLURM job of its own.
+
+    driver: SubmititEngine                  folder of the executor                task of SLURM
+    ----------------------                  ----------------------                -------------
+    start ---- 0.call, 1.call ------------> mpwatch-1234abcd/ ------------------> Task: reads the call of its number
+    submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
+    _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
+
+The folder, such as mpwatch-1234abcd, contains pickles with the secret of the job, so only this user can read and write it.
+
+Preemption: before SLURM takes the machines back, or at the time limit, it sends the signal of submitit (SIGUSR2) to all
+processes of the job. Then `mpwatch.should_stop` is True in all ranks at the same step, and when they have returned, the job
+is submitted again: a `Job` by submitit, another one by `run`. If SLURM sends only SIGTERM, the ranks end before they can
+save, unless slurm.conf has `PreemptParameters=send_user_signal`.
 """
 
 import copy
@@ -8,23 +27,28 @@ import os
 import pickle
 import secrets
 import shutil
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Unpack
 
 import cloudpickle
 import submitit
 from submitit.core.utils import JobPaths
+from submitit.helpers import DelayedSubmission
 
 import mpwatch
 from mpwatch import cluster
-from mpwatch.integrations.submitit.preemption import ignore_sigterm, preemption_signal, was_preempted
 from mpwatch.os_support.clock import monotonic
+
+__all__ = ["Job", "run"]
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5  # between two looks into the folder
@@ -80,7 +104,7 @@ def run(
             result = cluster.run(engine, fn, nprocs, nodes=nodes, **options)
         except mpwatch.RunFailedError as caught:
             result, error = caught.result, caught
-        if max_requeues and was_preempted(result):
+        if max_requeues and _was_preempted(result):
             max_requeues -= 1
         elif error is not None:
             raise error
@@ -104,7 +128,7 @@ class SubmititEngine:
 
     def __init__(self, executor: submitit.Executor, least: int, *, address: str) -> None:
         self.address = address
-        self.stop_signals = (preemption_signal(),)
+        self.stop_signals = (_preemption_signal(),)
         self._kind = _find_kind(executor)
         self._executor = executor
         self._least = least
@@ -268,7 +292,125 @@ class Task:
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)
         _write(f"{path}.begun", b"")
-        with ignore_sigterm():
+        with _ignore_sigterm():
             outcome = call()
         with suppress(FileNotFoundError):  # the driver is gone
             _write(f"{path}.outcome", pickle.dumps(outcome, protocol=5))
+
+
+class Job:
+    """A callable object that you pass to submitit's `executor.submit`.
+
+    Configure the executor so that it starts one task on each node (`tasks_per_node=1`).
+
+    Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
+    list with the RunResult of each task. Before the job loses its machines, SLURM sends the signal of submitit. After the
+    signal of submitit, `mpwatch.should_stop` returns True in the ranks, so that the ranks can save and return. When the
+    ranks have returned, submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of
+    the executor to the number of seconds that the ranks may need to save.
+
+    Example:
+        executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
+        job = executor.submit(Job(train, 8, args=(path,), backend="nccl"))
+
+    Args:
+        fn: see `mpwatch.run`.
+        nprocs: number of ranks of each node.
+        min_nodes: the job continues after the loss of nodes as long as this number of nodes remains. None means all nodes.
+            If you set `min_nodes`, set these parameters of the executor, too, so that SLURM does not end the job when a node
+            is lost: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
+        port: the port of the coordinator, on the first node. None means a port from 20000 to 29999, made from the id
+            of the job.
+        join_timeout: seconds that nodes wait for each other.
+        node_timeout: seconds without a sign of life after which a node is lost.
+        options: other options of `mpwatch.run`, except `rendezvous` and `stop`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        nprocs: int | Literal["auto", "cpu", "gpu"],
+        *,
+        min_nodes: int | None = None,
+        port: int | None = None,
+        join_timeout: float = 600.0,
+        node_timeout: float = 15.0,
+        **options: Unpack[mpwatch.RunOptions],
+    ) -> None:
+        for name in {"rendezvous", "stop"} & options.keys():
+            raise TypeError(f"a Job has no option {name!r}: it follows from what submitit says in each task")
+        self._fn = fn
+        self._nprocs = nprocs
+        self._min_nodes = min_nodes
+        self._port = port
+        self._options: dict[str, Any] = {"progress": False, **options}
+        self._rendezvous: dict[str, Any] = {
+            "join_timeout": join_timeout,
+            "node_timeout": node_timeout,
+            "secret": secrets.token_hex(16),
+        }
+        rendezvous = mpwatch.Rendezvous(f"node0:{port or 1}", run_id="job", nnodes=min_nodes or 1, **self._rendezvous)
+        count = 1 if isinstance(nprocs, str) else nprocs  # the GPUs and CPUs of a node are counted there
+        checked = {name: value for name, value in self._options.items() if name != "check"}
+        mpwatch.WorkerSpec(fn=fn, nprocs=count, rendezvous=rendezvous, **checked)
+
+    def __call__(self) -> mpwatch.RunResult[Any]:
+        task = submitit.JobEnvironment()
+        rendezvous = self._make_rendezvous(task)
+        number = _preemption_signal()
+        error: mpwatch.RunFailedError | None = None
+        with _ignore_sigterm():
+            try:
+                result = mpwatch.run(self._fn, self._nprocs, rendezvous=rendezvous, stop=(number,), **self._options)
+            except mpwatch.RunFailedError as caught:
+                result, error = caught.result, caught
+        if _was_preempted(result):
+            signal.raise_signal(number)  # now submitit acts on it: in task 0 this queues the job again, and exits
+            if task.global_rank > 0:
+                sys.exit()  # without a result, since there will be another one
+        if error is not None:
+            raise error
+        return result
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Return the object that submitit submits again after a preemption."""
+        return DelayedSubmission(self)
+
+    def _make_rendezvous(self, task: submitit.JobEnvironment) -> mpwatch.Rendezvous:
+        nodes = task.num_tasks
+        is_local = task.cluster == "local"
+        if not is_local and task.num_nodes != nodes:
+            raise ValueError(
+                f"the number of tasks of the job is {nodes}, and the number of its nodes is {task.num_nodes}, but mpwatch "
+                "needs one task a node, and starts the ranks there itself; call executor.update_parameters(tasks_per_node=1)"
+            )
+        host = "127.0.0.1" if is_local else task.hostnames[0]
+        port = self._port or 20_000 + zlib.crc32(task.job_id.encode()) % 10_000
+        count = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return mpwatch.Rendezvous(
+            f"{host}:{port}",
+            run_id=f"submitit-{task.job_id}-{count}",
+            nnodes=(min(self._min_nodes or nodes, nodes), nodes),
+            is_host=task.global_rank == 0,
+            **self._rendezvous,
+        )
+
+
+def _preemption_signal() -> signal.Signals:
+    return signal.Signals[f"SIG{submitit.JobEnvironment.USR_SIG}"]
+
+
+def _was_preempted(result: mpwatch.RunResult[Any]) -> bool:
+    """Return whether the signal has ended the function before it was ready."""
+    was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED
+    return was_cut_short and _preemption_signal().name in result.stop_cause
+
+
+@contextmanager
+def _ignore_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM in this process, because SLURM sends SIGTERM together with the signal of submitit."""
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
