@@ -181,9 +181,9 @@ class HeartbeatLate(Event):
 class SlowRank(Event):
     """The other ranks often wait for this rank in collectives of torch.distributed. The run goes on.
 
-    SlowRank is published once for a rank, and again if another rank becomes the slow one, up to three seconds after the rank
-    is known: meanwhile mpwatch looks where it is. It needs torch 2.13, ranks on one node, and a `Backend(stall_after=...)`
-    that is not None.
+    SlowRank is published once for a rank, and again if another rank becomes the slow one: as soon as the rank is known and a
+    check has found where it is, or without a place after 40 checks. It needs torch 2.13, ranks on one node, and a
+    `Backend(stall_after=...)` that is not None.
 
     Attributes:
         lateness: how long the others wait, and where the rank was meanwhile.

@@ -46,8 +46,13 @@ class SlowRankFinder:
         self._shares: deque[dict[int, float]] = deque(maxlen=MAX_CHECKS)  # of the time that each rank has waited, by check
         self._places: deque[_Place] = deque(maxlen=MAX_PLACES)
 
-    def add(self, answers: Mapping[int, RankCollectives], *, is_look: bool = False) -> None:
-        """Add the answers of all ranks that were asked at the same time. A look is only for the places."""
+    @property
+    def has_all_checks(self) -> bool:
+        """Whether it has MAX_CHECKS checks, which is enough to name a rank even if no check has found its place."""
+        return len(self._shares) == MAX_CHECKS
+
+    def add(self, answers: Mapping[int, RankCollectives]) -> None:
+        """Add the answers of all ranks that were asked at the same time."""
         latest = {rank: answer.collectives[-MAX_COLLECTIVES:] for rank, answer in answers.items()}  # without gaps
         if not all(latest.values()) or any(call.name in POINT_TO_POINT for found in latest.values() for call in found):
             return
@@ -57,9 +62,8 @@ class SlowRankFinder:
         )
         if knows_all and len(answers) > 1:
             self._add_places(calls, answers)
-            if not is_look:
-                known_since = max(answers[rank].answered_at - found[0].seconds for rank, found in latest.items())
-                self._add_shares(calls, answers, max(known_since, self._checked_until))
+            known_since = max(answers[rank].answered_at - found[0].seconds for rank, found in latest.items())
+            self._add_shares(calls, answers, max(known_since, self._checked_until))
 
     def _add_shares(self, calls: Calls, answers: Mapping[int, RankCollectives], begin: float) -> None:
         entered = {

@@ -38,7 +38,6 @@ CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 MIN_CHECK_SECONDS = 0.05  # between two checks, at least
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
-MAX_LOOKS, LOOK_SECONDS = 15, 0.2  # checks that only find where a slow rank is while the others wait for it
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
 
@@ -71,13 +70,12 @@ class CollectiveMonitor:
         self._called_at = self.now()
         self._asked: set[Rank] = set()  # ranks that have not answered
         self._asked_at = -math.inf
-        self._is_look = False  # whether they were asked only for `_find_slow_rank`
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
         self._waits_since = -math.inf  # no wait counts from an earlier time
         self.lateness: Lateness | None = None  # of the slow rank, as of the last check
-        self._slow_ranks, self._named_rank, self._looks_left = SlowRankFinder(), -1, MAX_LOOKS
+        self._slow_ranks, self._named_rank = SlowRankFinder(), -1
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
@@ -100,13 +98,13 @@ class CollectiveMonitor:
             self._check_later()
             self._check()
 
-    def _check(self, *, is_look: bool = False) -> None:
+    def _check(self) -> None:
         ranks = [rank for rank in self.list_ranks() if rank.collective_socket.is_open]
         can_compare = len(ranks) > 1 or self.on_stall is not None
         if not self.is_checking():
             self.restart_waits()
         elif not self._asked and can_compare:
-            self._answers, self._asked_at, self._is_look = {}, self.now(), is_look
+            self._answers, self._asked_at = {}, self.now()
             self._asked = {rank for rank in ranks if rank.collective_socket.ask(self._add, rank)}
             self.call_at(self.now() + ANSWER_SECONDS, partial(self._stop_waiting, self._asked))
 
@@ -140,8 +138,6 @@ class CollectiveMonitor:
             self._report_stall(self.on_stall, returned)
         else:
             self._find_slow_rank()
-        if self._is_look:
-            return
         verdicts = find_verdicts(self._answers, returned)
         mismatch = next((verdict for verdict in verdicts if verdict.kind is VerdictKind.MISMATCH), None)
         last, self._last_mismatch = self._last_mismatch, mismatch
@@ -184,14 +180,8 @@ class CollectiveMonitor:
 
     def _find_slow_rank(self) -> None:
         answers = {rank: answer for rank, answer in self._answers.items() if self.is_called(rank)}
-        self._slow_ranks.add(answers, is_look=self._is_look)
-        self.lateness = self._slow_ranks.find()
-        if self.lateness is None or self.lateness.rank == self._named_rank:
-            return
-        if not self.lateness.place and self._looks_left > 0:
-            self._looks_left -= 1
-            self.call_at(self.now() + LOOK_SECONDS, partial(self._check, is_look=True))
-        else:
-            self._looks_left = MAX_LOOKS
-            self._named_rank = self.lateness.rank
-            self.on_slow_rank(self.lateness)
+        self._slow_ranks.add(answers)
+        late = self.lateness = self._slow_ranks.find()
+        if late is not None and late.rank != self._named_rank and (late.place or self._slow_ranks.has_all_checks):
+            self._named_rank = late.rank
+            self.on_slow_rank(late)

@@ -1,10 +1,12 @@
-"""When the watcher warns of ranks that wait in a collective, in virtual time."""
+"""When the watcher warns of ranks that wait in a collective, or names a slow one, in virtual time."""
 
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,3 +105,29 @@ def test_a_suspended_limit_does_not_count():
     assert not simulation.warned_at
     simulation.run_until(63.0)
     assert len(simulation.warned_at) == 1
+
+
+def comes_last(known_at):
+    """In each second, rank 2 comes to a collective 0.6 s after the others. Its place is known from `known_at` on."""
+
+    def answer_of(number, now):
+        calls = []
+        for step in range(int(now) + 1):
+            at, ends_at = step + (1.3 if number == 2 else 0.7), step + 1.3
+            if at <= now:
+                calls.append((waiting if now < ends_at else call)("all_reduce", step + 1, 16, seconds=now - at))
+        return answer(number, *calls, answered_at=now, place="data.py:41 in load" if now >= known_at else "")
+
+    return answer_of
+
+
+@pytest.mark.parametrize(
+    ("known_at", "named_at", "place"),
+    [(0.0, 13, "data.py:41 in load"), (20.0, 20, "data.py:41 in load"), (math.inf, 42, "")],
+)
+def test_a_slow_rank_is_named_when_its_place_is_known_or_after_forty_checks(known_at, named_at, place):
+    simulation = Simulation(4.0, comes_last(known_at))  # a check in each second
+    simulation.run_until(named_at - 0.5)
+    assert not simulation.slow
+    simulation.run_until(named_at + 0.5)
+    assert [(late.rank, late.place) for late in simulation.slow] == [(2, place)]
