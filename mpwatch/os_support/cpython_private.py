@@ -19,9 +19,7 @@ os_support: the modules `_signal` and `_socket`. `signal` and `socket` make enum
 wire:
 - launch.py sets `_start_method` of the rank's Process object, so that the default start method is that of the program.
 - pickling/call_payload.py passes an object with `duplicate_for_child` and `DupFd` to `context.set_spawning_popen`: with it
-  multiprocessing pickles descriptors. Else no lock, queue or connection can be sent. From 3.14 on, it deletes the rank's own
-  `-c` command from `linecache._interactive_cache`: its file name `<string>` is also that of code for `exec`, for which
-  tracebacks would quote it.
+  multiprocessing pickles descriptors. Else no lock, queue or connection can be sent.
 - pickling/reducers.py reads `ForkingPickler._extra_reducers`. Else no connection, socket or shared tensor can be in a call.
 - pickling/main_module.py replaces `multiprocessing.spawn.get_preparation_data` in a rank. Else processes that a rank spawns
   import the script, which then needs a guard.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
 from weakref import WeakSet
 
@@ -157,7 +156,6 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
             args = list(args)
             for key, value in unpacked.load(1 + choose_part(number_of_parts)).items():
                 (args if isinstance(key, int) else kwargs)[key] = value
-        _forget_command()
         return FunctionCall(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
         _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in _earlier_threads)
@@ -165,16 +163,6 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
         _received_fds.clear()
         for fd in fds:
             os.close(fd)
-
-
-def _forget_command() -> None:
-    """Newer Pythons put the interpreter's own `-c` command into linecache."""
-    if "linecache" in sys.modules:
-        import linecache  # waits for a thread that is just importing it
-
-        linecache.cache.pop("<string>", None)
-        # the same in Python 3.14 and newer, by the name, the function and the first line of the code
-        getattr(linecache, "_interactive_cache", {}).pop(("<string>", "<module>", 1), None)
 
 
 def is_unpacking(thread: threading.Thread) -> bool:
