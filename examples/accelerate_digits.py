@@ -1,8 +1,7 @@
 """Train on handwritten digits with Hugging Face accelerate, on two ranks of mpwatch.
 
 The training function is an ordinary one. `Accelerator()` finds what it needs, on CPUs and on GPUs, so nothing has to be
-configured. For notebooks that call accelerate's own launcher, `mpwatch.integrations.accelerate.notebook_launcher` takes the
-same arguments. The net and the data are those of train_digits.py. Run it with `python examples/accelerate_digits.py`.
+configured. The net and the data are those of train_digits.py. Run it with `python examples/accelerate_digits.py`.
 """
 
 import torch

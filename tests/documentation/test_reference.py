@@ -14,7 +14,6 @@ ENTRY = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
 PUBLIC_MODULES = (  # those that users import by name
     "mpwatch.cluster",
     "mpwatch.events",
-    "mpwatch.integrations.accelerate",
     "mpwatch.integrations.dask",
     "mpwatch.integrations.lightning",
     "mpwatch.integrations.lightning.stop_callback",
