@@ -586,6 +586,47 @@ def test_a_rank_spawns_processes(parent, tmp_path):
     assert python(str(script)).stdout == "[True, 7, 7, 7]\n"
 
 
+SPAWNED = """
+import multiprocessing, sys
+import mpwatch
+
+class Answer:
+    def __init__(self, x):
+        self.x = x
+
+class Refused(Exception):
+    pass
+
+def inner(answer):
+    return Answer(answer.x + 1)
+
+def train(answer):
+    return mpwatch.run(inner, 1, args=(answer,))[0], type(answer) is Answer
+
+def fail():
+    raise Refused("no")
+
+def trial():
+    (back, is_same), _ = mpwatch.run(train, 2, args=(Answer(1),))
+    try:
+        mpwatch.run(fail, 1)
+    except mpwatch.RunFailedError as error:
+        print(type(back) is Answer, back.x, is_same, repr(error.__cause__), type(error.__cause__) is Refused)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=trial)
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_process_that_was_spawned_from_the_script_starts_ranks(method, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    assert python(str(script), method).stdout == "True 2 True Refused('no') True\n"
+
+
 ARRAYS = """
 import numpy as np
 import mpwatch

@@ -31,6 +31,8 @@ FUNCTION_ATTRIBUTES: tuple[str, ...] = (
     "__kwdefaults__",
 )
 FUNCTION_ATTRIBUTES += ("__type_params__",) if sys.version_info >= (3, 12) else ()
+# A process that multiprocessing has spawned knows its script by the second name. `sys.modules` has both in each process.
+MAIN_NAMES = ("__main__", "__mp_main__")
 received: dict[str, object] = {}  # in a rank: what has come from the caller's `__main__`, by name
 # The identity of a definition in all processes: what is sent back is the object that was sent.
 _ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

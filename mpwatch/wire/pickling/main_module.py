@@ -12,7 +12,7 @@ import os
 import sys
 from functools import partial
 
-from mpwatch.wire.pickling.definitions import Loaded
+from mpwatch.wire.pickling.definitions import MAIN_NAMES, Loaded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _find_own_files(names: Iterable[str]) -> Files:
 def _find_own_file(name: str, module: Any, files: Files) -> None:
     attributes = getattr(module, "__dict__", {})
     file, path = attributes.get("__file__"), attributes.get("__path__")
-    if not isinstance(file, str) or name in {"__main__", "__mp_main__"}:
+    if not isinstance(file, str) or name in MAIN_NAMES:
         return
     parent, _, last = name.rpartition(".")
     folder, base = os.path.split(file if path is None else os.path.dirname(file))
@@ -122,7 +122,7 @@ def _prepare_child(prepare: Callable[[str], dict[str, Any]], main: Any, name: st
     from mpwatch.wire.pickling.pickler import Pickler
 
     stream = io.BytesIO()
-    defined = [value for value in vars(main).values() if getattr(value, "__module__", None) == "__main__"]
+    defined = [value for value in vars(main).values() if getattr(value, "__module__", None) in MAIN_NAMES]
     try:
         pickler = Pickler(stream, is_call=True)
         pickler.dump(defined)

@@ -109,7 +109,7 @@ class Pickler(cloudpickle.Pickler):
     def _is_named(self, obj: Any, name: str | None = None) -> bool:
         """Return whether the receiver has this function, class or other named object."""
         name = name or _name_of(obj)
-        if getattr(obj, "__module__", None) == "__main__":
+        if getattr(obj, "__module__", None) in definitions.MAIN_NAMES:
             top, found = _resolve(self.main, name)
             return found is obj and top in self.by_name and self.main[top] is self.by_name[top]
         found = internals._lookup_module_and_qualname(obj, name)

@@ -82,7 +82,7 @@ def _reduce_plain(obj: Any) -> Any:
 def is_made_here(module: Any) -> bool:
     """Return whether this program has made the module, so that no other process can import it."""
     name = module.__name__
-    if name == "__main__":
+    if name in definitions.MAIN_NAMES:
         return True
     if type(module) is not ModuleType or module.__spec__ is not None or hasattr(module, "__file__"):
         return False
@@ -91,7 +91,7 @@ def is_made_here(module: Any) -> bool:
 
 
 def _reduce_module(module: ModuleType) -> Any:
-    if module.__name__ == "__main__" or not is_made_here(module):
+    if module.__name__ in definitions.MAIN_NAMES or not is_made_here(module):
         return internals._module_reduce(module)
     state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
     return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_attributes

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from types import FunctionType
 
-from mpwatch.wire.pickling.definitions import received
+from mpwatch.wire.pickling.definitions import MAIN_NAMES, received
 from mpwatch.wire.pickling.packed import VIEW_REDUCERS, Packed
 
 TYPE_CHECKING = False
@@ -84,7 +84,7 @@ class PlainPickler(pickle.Pickler):
         super().__init__(stream, 5, buffer_callback=keep)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+        if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_NAMES:
             top = obj.__qualname__.partition(".")[0]
             if top not in received or vars(sys.modules["__main__"]).get(top) is not received[top]:
                 raise pickle.PicklingError(f"the rank has made {obj.__qualname__} itself")

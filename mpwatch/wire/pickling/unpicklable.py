@@ -46,8 +46,11 @@ def _is_imported(part: Any) -> bool:
     """Return whether only the name of a module, function or class is sent."""
     from cloudpickle.cloudpickle import _lookup_module_and_qualname
 
+    from mpwatch.wire.pickling.reducers import is_made_here
+
     is_definition = isinstance(part, types.FunctionType | type)
-    return type(part) is types.ModuleType or (is_definition and _lookup_module_and_qualname(part) is not None)
+    found = _lookup_module_and_qualname(part) if is_definition else None
+    return type(part) is types.ModuleType or (found is not None and not is_made_here(found[0]))
 
 
 def _iterate_parts(thing: Any) -> Iterator[Part]:
