@@ -1,9 +1,21 @@
 """`StopPolicy` says when the ranks are asked to save their state and return, and how long they may take."""
 
-from collections.abc import Collection
+import signal
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 
-from mpwatch.options.validation import check_optional_seconds, check_signals
+from mpwatch.options.validation import check_count, check_optional_seconds
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
+
+# Signals that cannot request a stop, each with the reason.
+RESERVED_SIGNALS: Mapping[int, str] = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "no program can handle it"),
+    signal.SIGQUIT: "it asks for the stacks of all ranks",
+    signal.SIGTSTP: "it suspends the ranks together with this program",
+    signal.SIGCONT: "it continues the ranks together with this program",
+    signal.SIGCHLD: "the kernel sends it when a child process ends",
+    **{number: "mpwatch asks a rank for its stacks by it" for number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL) if number},
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,19 @@ class StopPolicy:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "signals", check_signals("stop", self.signals))
+        object.__setattr__(self, "signals", _check_signals(self.signals))
         check_optional_seconds("StopPolicy: after", self.after)
         check_optional_seconds("StopPolicy: timeout", self.timeout)
+
+
+def _check_signals(value: object) -> tuple[int, ...]:
+    """Return the numbers without duplicates."""
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise TypeError(f"stop must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
+    numbers = dict.fromkeys(check_count("a signal in stop", element, at_least=1) for element in value)
+    for number in numbers:
+        if number not in SIGNALS:
+            raise ValueError(f"stop may not have {number}: no signal of this system has this number; see `kill -l`")
+        if number in RESERVED_SIGNALS:
+            raise ValueError(f"stop may not have {name_signal(number)}: {RESERVED_SIGNALS[number]}; leave it out")
+    return tuple(numbers)

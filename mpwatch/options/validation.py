@@ -7,25 +7,14 @@ and the value of the option.
 import inspect
 import math
 import operator
-import signal
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from numbers import Real
 
 from mpwatch.options.worker_info import RANK_VARIABLES
 from mpwatch.os_support.hardware import format_cpus
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
 
 MAX_PORT = 65535
-# Signals that no option may list, each with the reason.
-RESERVED_SIGNALS: Mapping[int, str] = {
-    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "no program can handle it"),
-    signal.SIGQUIT: "it asks for the stacks of all ranks",
-    signal.SIGTSTP: "it suspends the ranks together with this program",
-    signal.SIGCONT: "it continues the ranks together with this program",
-    signal.SIGCHLD: "the kernel sends it when a child process ends",
-    **{number: "mpwatch asks a rank for its stacks by it" for number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL) if number},
-}
 
 
 def is_port(text: str) -> bool:
@@ -90,16 +79,12 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number from 0 to 1, not {value!r}")
 
 
-def as_int(value: object) -> int | None:
-    """Convert a Python or NumPy integer to an int. Return None for a bool, and for any value that is not an integer."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
 def check_count(name: str, value: object, at_least: int) -> int:
-    count = as_int(value)
+    """Return a Python or NumPy integer as an int. A bool is no number here."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = None
     if count is None:
         raise TypeError(f"{name} must be an int, not {value!r}")
     if count < at_least:
@@ -117,19 +102,6 @@ def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[
     if not numbers <= allowed:
         raise ValueError(f"{what} has {format_cpus(numbers - allowed)}{available}")
     return numbers
-
-
-def check_signals(name: str, value: object) -> tuple[int, ...]:
-    """Return the numbers without duplicates."""
-    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
-        raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
-    numbers = dict.fromkeys(check_count(f"a signal in {name}", element, at_least=1) for element in value)
-    for number in numbers:
-        if number not in SIGNALS:
-            raise ValueError(f"{name} may not have {number}: no signal of this system has this number; see `kill -l`")
-        if number in RESERVED_SIGNALS:
-            raise ValueError(f"{name} may not have {name_signal(number)}: {RESERVED_SIGNALS[number]}; leave it out")
-    return tuple(numbers)
 
 
 def is_async(fn: object) -> bool:
