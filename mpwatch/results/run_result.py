@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, SupportsIndex, TypeVar, overload
 
+from mpwatch.events.chrome_trace import write_chrome_trace
 from mpwatch.events.types import Event, RunStarted
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
@@ -133,8 +134,6 @@ class RunResult(Sequence[T]):
             ValueError: the result has no events, because it is the result of a WorkerGroup's call. Use the option `on_event`
                 of the group.
         """
-        from mpwatch.events.chrome_trace import write_chrome_trace  # imported on use, as most runs need neither
-
         write_chrome_trace(self.events, path)
 
     def to_html(self, path: str | PathLike[str]) -> None:

@@ -20,7 +20,7 @@ def to_json(value: Any) -> Any:
         return _text_of(value)
 
 
-def encodable(text: str) -> str:
+def _encodable(text: str) -> str:
     """Escape lone surrogates, which UTF-8 cannot encode. Python uses them in file names that are not valid UTF-8."""
     return str.__str__(text).encode(errors="backslashreplace").decode()
 
@@ -31,7 +31,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, str):
-        return encodable(value)
+        return _encodable(value)
     if isinstance(value, Integral):
         whole = int(operator.index(value))
         return whole if whole.bit_length() < MAX_BITS else hex(whole)
@@ -56,11 +56,11 @@ def _key_to_json(key: Any) -> str:
 
 def _name_of(cls: type) -> str:
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
-    return encodable(f"{module}{cls.__qualname__}")
+    return _encodable(f"{module}{cls.__qualname__}")
 
 
 def _text_of(value: Any) -> str:
     try:
-        return encodable(repr(value)[:TEXT_LIMIT])
+        return _encodable(repr(value)[:TEXT_LIMIT])
     except Exception:  # noqa: BLE001  __repr__ of the value may raise anything
         return f"<{type(value).__qualname__}>"
