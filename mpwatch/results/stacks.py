@@ -42,13 +42,6 @@ class Stacks(dict[int, str]):
     __repr__ = __str__
 
 
-def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Return pairs of ranks and place, such as `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
-    return group_ranks(
-        {rank: format_location(text) if "\n" in text else f" {text.strip()}" for rank, text in sorted(stacks.items())}
-    )
-
-
 def _format_group(stacks: str) -> str:
     if "\n" not in stacks:
         return f" {stacks}"

@@ -1,8 +1,8 @@
 """The signals of the program while one of its threads waits for ranks. Its own handlers are back afterwards.
 
 - SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the ranks at once, and the program's handler gets the
-  signal when they have ended. At the prompt of a debugger SIGINT raises KeyboardInterrupt at once. So does a second SIGINT
-  while user code (an observer, `retry_if`, `env`) runs in this thread.
+  signal when they have ended. At the prompt of a debugger each of them raises KeyboardInterrupt at once, to end `input`. So
+  does a second SIGINT while user code (an observer, `retry_if`, `env`) runs in this thread.
 - A signal of the option `stop` asks the ranks to save and return, and does not reach the program. If it comes twice, or if
   the ranks do not return in time, the run is stopped and the signal is deferred.
 - SIGQUIT (Ctrl-Backslash) prints the stacks of all ranks, unless the program handles it. A shell without job control starts
@@ -39,6 +39,7 @@ from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STACKS_SECONDS = 1.0  # for the watcher thread to answer a signal handler, for which it may wait itself (suspension.py)
 IN_MAIN_THREAD_ONLY = (
     "the signals of stop= need a run in the main thread, because Python runs signal handlers in the main thread only; call "
     "mpwatch.run there, or leave the signals out and call request_stop() of the handle in a handler of your own"
@@ -112,7 +113,9 @@ class Signals:
                 self.suspension.is_requested = True
                 if self.is_in_user_code and not self.is_drawing:
                     self.suspension.suspend()
-            elif not self.is_at_prompt:  # SIGQUIT; at the prompt the command `ranks` shows the stacks
+            elif self.is_at_prompt:  # SIGQUIT, while `input` keeps this thread from running what is in the outbox
+                _print_stacks(self._watcher.take_stacks(STACKS_SECONDS))
+            else:
                 show = lambda stacks: self._watcher.outbox.post(partial(_print_stacks, stacks))  # noqa: E731
                 self._watcher.post(self._watcher.loop.send_stacks, show)
         else:  # a child that another thread of the program has forked; the ranks do not belong to it
@@ -126,7 +129,7 @@ class Signals:
         is_urgent = is_keyboard and signum in self.received
         self.received.append(signum)
         self.post_interrupt(signum)
-        if is_urgent and self.is_in_user_code:
+        if self.is_at_prompt or (is_urgent and self.is_in_user_code):
             raise KeyboardInterrupt
 
     def _receive_stop_signal(self, signum: int) -> None:

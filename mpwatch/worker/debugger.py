@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 
 SKIPPED_MODULES = ("mpwatch", "mpwatch.*", "bdb")  # stepping does not stop there, see `finish_stepping`
 IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
-COMMANDS_OF_CONSOLE = {
-    "ranks": "ranks: show where each rank is.",
-    "rank": "rank N: go to the prompt of rank N, or show its stack if it is at no prompt.",
-    "all": "all COMMAND: run the command in every rank that is at a prompt, such as `all n`, `all c` or `all p x`.",
-}
 
 _is_post_mortem = False  # whether a prompt opens if the rank's function raises
 _last_debugger: Any = None  # the RankPdb that was used last
@@ -211,8 +206,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
             count = _count_outer_frames(stack)
             return stack[count:], _find_user_frame(stack[count:]) if prompt.can_be_left else current - count
 
-    for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
-        setattr(RankPdb, f"help_{command}", lambda self, text=text: self.message(text))
     module.Pdb = RankPdb
     module.input = code.input = prompt.input  # type: ignore[attr-defined]
 

@@ -161,22 +161,20 @@ def test_a_cell_can_capture_the_output(kernel):
 
 
 def test_a_breakpoint_in_all_ranks(kernel):
-    answers = ["p values", "ll", "w", "ranks", "all p values", "all c"]
+    answers = ["p values", "ll", "w", "c", "p values", "c"]
     shown = COLOURS.sub("", kernel.converse("print(list(mpwatch.run(stop, 2, args=(1,))))", answers))
-    assert ") (Pdb) p values\n{'rank': " in shown
+    assert sorted(re.findall(r"\(rank (\d)\) \(Pdb\) p values\n\{'rank': \1\}\n", shown)) == ["0", "1"]
     assert "    breakpoint()\n" in shown  # the source of the cell
     assert re.search(r"\(Pdb\) w\n> Cell In\[1\]\(\d+\)stop\(\)\n", shown)
     assert "/ipykernel_" not in shown
-    assert "ranks 0-1: at a prompt (Cell In[" in shown
-    assert "rank 0: {'rank': 0}\nrank 1: {'rank': 1}\n" in shown
+    assert re.search(r"^now at rank [01]: Cell In\[", shown, re.MULTILINE)
     assert shown.endswith("[1, 2]\n")
 
 
 def test_post_mortem(kernel):
-    answers = ["p secret", "rank 0", "q"]
+    answers = ["p secret", "q"]
     shown = kernel.converse("mpwatch.run(fail_in_rank_1, 2, args=(is_waiting,), debug='post_mortem')", answers)
     assert "(rank 1) (Pdb) p secret\n'secret of rank 1'\n" in shown
-    assert "rank 0: in wait (Cell In[" in shown
     assert "rank 1 failed first: ValueError: boo (Cell In[" in shown
 
 

@@ -43,11 +43,6 @@ class DebuggedProgram(Program):
             pass
         return rows
 
-    def wait_for_ranks(self, *groups):
-        """Wait until these groups of ranks, such as "ranks 0-1", are at a prompt, each at one place."""
-        while not all(any(row.startswith(f"{group}: at a prompt") for row in self.ask("ranks")) for group in groups):
-            pass
-
     def finish(self, line):
         self.type(line.encode() + (b"\r" if line.isprintable() else b""))
         assert self.end() == 0, "\n".join(self.rows())

@@ -105,6 +105,8 @@ def call_group():
 def main(name, ranks, options):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with this signal ignored
     options = json.loads(options)
+    if options.pop("handles_sigterm", False):
+        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM has come"))
     if options.pop("logs", False):
         options["logs"] = mpwatch.LogSpec(prefix="<{rank}> ")
     function, ranks = globals()[name], json.loads(ranks)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mpwatch
+from support.process_state import is_alive
 from support.programs import ENV
 from support.prompts import DebuggedProgram
 from support.runs import failed
@@ -31,34 +32,21 @@ def test_one_rank_is_debugged_and_the_run_succeeds():
         assert program.ask("u")[0] == "*** Oldest frame"
         assert program.ask("!values['step'] = 7") == ["(rank 1) (Pdb)"]
         program.step_until("-> for step in range(3):")
-        while program.ask("rank 0")[0] != "rank 0 is not at a prompt (has returned)":
-            pass
         assert program.ask("r")[0] == "--Return--"
         rows = program.finish("n")  # beyond the end of the function
     assert rows[-2:] == ["values: [2, 2]", "children that are left: []"]
 
 
-def test_the_user_goes_from_rank_to_rank():
-    with debugged("wait_for_stopped_ranks", [0, 1], nprocs=3) as program:
-        first = program.wait_for_prompt()
-        program.wait_for_ranks("ranks 0-1")
-        while not (rows := program.ask("rank 2"))[1].startswith("rank 2: in wait (debugged_program.py:"):
-            pass
-        assert rows[0] == "rank 2 is not at a prompt"
-        assert any(row.endswith(" in wait_for_peer") for row in rows)
-        assert program.ask("rank 7")[0] == "there is no rank 7 here, only ranks 0-2"
-        other = {"(rank 0) (Pdb)": "1", "(rank 1) (Pdb)": "0"}[first]
-        assert program.ask(f"rank {other}")[-1] == f"(rank {other}) (Pdb)"
-        assert program.ask("p rank()")[0] == other
-        assert program.ask("all p rank()")[:-1] == ["rank 0: 0", "rank 1: 1", "not at a prompt: rank 2"]
-        assert any({"all", "rank", "ranks"} <= set(row.split()) for row in program.ask("help"))
-        assert program.ask("help rank")[0].startswith("rank N: ")
-        row, *_, prompt = program.ask("c")
-        assert re.match(
-            rf"rank {other} is still in wait \(debugged_program.py:.*; now at {first[1:7]}: debugged_program", row
-        ), row
-        assert prompt == first
-        program.finish("q")
+def test_the_ranks_have_their_prompts_one_after_another():
+    with debugged("loop", range(4), nprocs=4) as program:
+        prompts = [program.wait_for_prompt()]
+        for _ in range(3):
+            assert program.ask("p rank()")[0] in prompts[-1]
+            move, *_, prompt = program.ask("c")
+            assert re.fullmatch(rf"now at {prompt[1:7]}: debugged_program.py:\d+ in loop", move)
+            prompts.append(prompt)
+        assert sorted(prompts) == [f"(rank {number}) (Pdb)" for number in range(4)]
+        assert "values: [2, 2, 2, 2]" in program.finish("c")
 
 
 @pytest.mark.parametrize("key", ["q\r", "\x04", "\x03"], ids=["q", "ctrl-d", "ctrl-c"])
@@ -105,13 +93,37 @@ def test_threads_have_a_prompt_and_forks_have_none():
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in text
 
 
-def test_the_prompt_is_closed_when_another_rank_fails(tmp_path):
+def test_a_signal_at_a_prompt_ends_the_run_and_reaches_the_program():
+    with debugged("loop", handles_sigterm=True) as program:
+        program.wait_for_prompt()
+        program.process.terminate()
+        assert program.end() == 0
+    assert [row for row in program.rows() if row.startswith(("SIGTERM", "KeyboardInterrupt", "failed"))] == [
+        "SIGTERM has come",
+        "failed: the run was stopped: this process received SIGTERM",
+    ]
+
+
+def test_ctrl_backslash_at_a_prompt_shows_the_stacks():
+    with debugged("wait_for_stopped_ranks", [0]) as program:
+        program.wait_for_prompt()
+        program.type(b"\x1c")
+        assert program.read_until(lambda rows: any(row.startswith("rank 0: ") for row in rows))
+        assert program.ask("p rank()")[-2:] == ["0", "(rank 0) (Pdb)"]
+        program.finish("q")
+    assert "mpwatch: where the ranks are now (they go on)" in "\n".join(program.rows())
+
+
+def test_a_rank_that_has_ended_is_named_after_the_next_line(tmp_path, eventually):
     gate = tmp_path / "gate"
     with debugged("fail_while_others_stop", [0], env={**ENV, "GATE": str(gate)}) as program:
         program.wait_for_prompt()
+        pid = int(program.ask("p os.getpid()")[0])
         gate.touch()
-        assert program.end() == 0
-    assert any(row.startswith("failed: rank 1 failed first: ValueError: of another rank") for row in program.rows())
+        eventually(lambda: not is_alive(pid))
+        rows = program.finish("c")
+    assert "rank 0 has ended" in rows
+    assert any(row.startswith("failed: rank 1 failed first: ValueError: of another rank") for row in rows)
 
 
 def test_calls_of_a_group_have_a_prompt_in_the_main_thread_only_also_after_a_quit():
@@ -132,8 +144,9 @@ def test_the_limits_stand_still_while_a_prompt_is_open():
         program.wait_for_prompt()
         until = time.monotonic() + 4
         while time.monotonic() < until:
-            program.ask("ranks")
-        assert "values: [2, 2]" in program.finish("all c")
+            program.ask("p step")
+        program.ask("c")
+        assert "values: [2, 2]" in program.finish("c")
 
 
 def test_a_post_mortem_prompt_shows_the_variables_where_the_rank_raised():
@@ -141,7 +154,6 @@ def test_a_post_mortem_prompt_shows_the_variables_where_the_rank_raised():
         assert program.wait_for_prompt() == "(rank 1) (Pdb)"
         assert "the rank has raised ValueError: secret of rank 1" in program.rows()
         assert program.ask("p secret")[0] == "'secret of rank 1'"
-        assert program.ask("ranks")[0].startswith("rank 0: in wait (debugged_program.py:")
         rows = program.finish("q")
     assert any(row.startswith("failed: rank 1 failed first: ValueError: secret of rank 1") for row in rows)
 
