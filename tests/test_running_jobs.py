@@ -164,6 +164,7 @@ def test_a_suspended_program_does_not_answer(eventually):
     with running() as program:
         job = find_job(program.pid, eventually)
         program.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, program.pid, os.WSTOPPED)
         silent = f"process {program.pid} does not answer; it may be suspended"
         with pytest.raises(TimeoutError, match=silent):
             job.stacks()
