@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from mpwatch.live_view.model import RankRow, Snapshot, StepProgress
 from mpwatch.results.model import WorkerState
-from mpwatch.results.texts import clean_line
+from mpwatch.results.texts import clean_line, format_count, format_step
 
 MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
 MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them
@@ -94,7 +94,7 @@ def _format_counts(snapshot: Snapshot) -> str:
         return ""
     if not snapshot.rows:
         return "no ranks yet: waiting for the other nodes"
-    ranks = "1 rank" if len(snapshot.rows) == 1 else f"{len(snapshot.rows)} ranks"
+    ranks = format_count(len(snapshot.rows), "rank")
     counts = {STATE_TEXTS.get(state, state.name): count for state, count in snapshot.counts.items()}
     if len(counts) == 1:
         return f"{ranks} {next(iter(counts))}"
@@ -109,9 +109,7 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 def _format_step(row: StepProgress) -> str:
-    if row.step is None:
-        return UNKNOWN
-    return str(row.step) if row.total is None else f"{row.step} of {row.total}"
+    return UNKNOWN if row.step is None else format_step(row.step, row.total)
 
 
 def _format_number(value: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from mpwatch.os_support.signals import name_signal
 from mpwatch.results.model import Attempt, Progress
-from mpwatch.results.texts import format_count, format_ranks, group_ranks
+from mpwatch.results.texts import format_count, format_ranks, format_step, group_ranks
 
 FATE_LINES = 30  # groups of ranks; further groups are counted
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
@@ -40,11 +40,10 @@ def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
 def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
     """Say how long a rank was silent, and at which step. A victim of another failure has no `heartbeat_timeout`."""
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
-    step = "" if progress is None or progress.step is None else f" at step {progress.step}"
-    of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
+    step = "" if progress is None or progress.step is None else f" at step {format_step(progress.step, progress.total)}"
     if heartbeat_timeout is None:
-        return f"silent for {text} s{step}{of}"
-    return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){',' if step else ''}{step}{of}"
+        return f"silent for {text} s{step}"
+    return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){',' if step else ''}{step}"
 
 
 def format_signal(number: int) -> str:

@@ -32,7 +32,7 @@ from mpwatch.results.model import Attempt, Lateness, Progress, WorkerState, form
 from mpwatch.results.places import format_location
 from mpwatch.results.report import FATE_LINES
 from mpwatch.results.stacks import Stacks
-from mpwatch.results.texts import format_count, format_ranks, format_times, group_ranks
+from mpwatch.results.texts import format_count, format_ranks, format_step, format_times, group_ranks
 from mpwatch.results.to_json import to_json
 from mpwatch.version import __version__
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -427,5 +427,4 @@ def _format_last_steps(progress: Mapping[int, Progress]) -> str:
     groups = sorted(group_ranks(steps), key=lambda group: (-group[1][0], group[1][1] or 0))
     if len(groups) > STEP_GROUPS:
         return f"{format_ranks(steps)} at steps {groups[-1][1][0]} to {groups[0][1][0]}"
-    texts = [f"{ranks} at step {step}" + ("" if total is None else f" of {total}") for ranks, (step, total) in groups]
-    return "; ".join(texts)
+    return "; ".join(f"{ranks} at step {format_step(*step)}" for ranks, step in groups)

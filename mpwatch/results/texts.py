@@ -1,4 +1,4 @@
-"""What all texts use: counts, lists of ranks, and texts of ranks made harmless for a terminal, a log and UTF-8. Pure."""
+"""What all texts use: counts, steps, ranks, and texts of ranks made harmless for a terminal, a log and UTF-8. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,6 +28,10 @@ def format_count(count: int, noun: str) -> str:
 
 def format_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+def format_step(step: int, total: int | None) -> str:
+    return str(step) if total is None else f"{step} of {total}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
