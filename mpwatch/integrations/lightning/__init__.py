@@ -1,7 +1,7 @@
 """Runs the ranks of Lightning's Trainer and Fabric under the watcher: `watched(DDPStrategy())` replaces `DDPStrategy()`.
 
     trainer.fit(model) --> the launcher of the strategy --> mpwatch.run --> in each rank: the function of fit()
-    weights, metrics, state <------ rank 0's TrainerState <---------------- collected by all ranks
+    weights, metrics, state <------ rank 0's _TrainerState <--------------- collected by all ranks
 
 The module supports Lightning 2 under each of its package names: lightning.pytorch and pytorch_lightning, lightning.fabric
 and lightning_fabric. It imports Lightning only from the package to which the given strategy belongs.
@@ -9,15 +9,15 @@ and lightning_fabric. It imports Lightning only from the package to which the gi
 
 import itertools
 import signal
+import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import mpwatch
-from mpwatch.integrations.lightning.trainer_state import TrainerState
 
 __all__ = ["watched"]
 
@@ -31,6 +31,10 @@ UNSUPPORTED_OPTIONS = {"rendezvous"}
 OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec) if field.init} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
 # DataParallelStrategy has a single process. XLA starts the processes of the other strategies.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+# Attributes of strategies that shard weights, with the values that make them return whole weights.
+WHOLE_WEIGHTS_OPTIONS = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}
+CHECKPOINT_PATHS = ("dirpath", "best_model_path")  # attributes of a checkpoint callback, which are set in the rank
 
 
 def watched(strategy: S, *, run: RunOnNodes | None = None, **options: Any) -> S:
@@ -176,7 +180,7 @@ class _TrainerLauncher(_Launcher):
         # After Ctrl-C Lightning ignores SIGINT, and then restores the handlers that it has recorded. Lightning records them
         # only in the ranks, so this code records the caller's handler.
         trainer._signal_connector._original_handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
-        state: TrainerState = self._run(trainer, function, args, kwargs)
+        state: _TrainerState = self._run(trainer, function, args, kwargs)
         self._has_fit |= is_fit
         state.restore(trainer)
         return state.value
@@ -200,7 +204,7 @@ def _run_in_rank(*args: Any, **kwargs: Any) -> Any:
         if trainer is not None:
             trainer.strategy.on_exception(error)  # DDPStrategy replaces torch's text about unused parameters
         raise
-    answer = value if trainer is None else TrainerState.collect(trainer, value)
+    answer = value if trainer is None else _TrainerState.collect(trainer, value)
     if mpwatch.current_worker().rank != 0:
         return None
     apply_to_collection = import_module("lightning_utilities.core.apply_func").apply_to_collection
@@ -220,3 +224,86 @@ def _unshare_weights(values: list[Any]) -> None:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if not nn.parameter.is_lazy(tensor) and tensor.device.type == "cpu" and tensor.is_shared():
                 tensor.data = tensor.data.clone()
+
+
+@dataclass
+class _TrainerState:
+    """The state of the trainer in rank 0, and the value that the function returned in rank 0."""
+
+    value: Any
+    state: Any
+    should_stop: bool
+    metrics: dict[str, Any]
+    checkpoint_paths: dict[str, Any]
+    callback_states: dict[str, dict[str, Any]]
+    progress: dict[str, Any]
+    weights: dict[str, Any]
+
+    @classmethod
+    def collect(cls, trainer: Any, value: Any) -> Self:
+        """Collect the state of the trainer. All ranks must call this method, because it gathers sharded weights."""
+        is_fit = trainer.state.fn == "fit"
+        states = {callback.state_key: _try(callback.state_dict) or {} for callback in trainer.callbacks}
+        if not is_fit:  # only `fit` decides where checkpoints go
+            states = {key: state for key, state in states.items() if not state.keys() & set(CHECKPOINT_PATHS)}
+        return cls(
+            value,
+            trainer.state,
+            trainer.should_stop,
+            {name: getattr(trainer, name) for name in METRICS},
+            _get_checkpoint_paths(trainer) if is_fit else {},
+            states,
+            trainer.fit_loop.state_dict(),
+            _gather_whole_weights(trainer.strategy) if is_fit else {},
+        )
+
+    def restore(self, trainer: Any) -> None:
+        if self.weights:
+            _load_weights(trainer.lightning_module, self.weights)
+        trainer.state, trainer.should_stop = self.state, self.should_stop
+        for name, metrics in self.metrics.items():
+            own_metrics = getattr(trainer, name)
+            own_metrics.clear()
+            own_metrics.update(metrics)
+        trainer.fit_loop.load_state_dict(self.progress)
+        trainer.fit_loop.restarting = False  # load_state_dict sets it, but the caller's trainer does not resume from here
+        for callback in trainer.callbacks:  # the trainers of the ranks may have had others
+            if state := self.callback_states.get(callback.state_key):
+                vars(callback).update({name: state[name] for name in CHECKPOINT_PATHS if name in state})
+                _try(callback.load_state_dict, state)
+        # `configure_callbacks` of the module may have replaced the checkpoint callback in the ranks.
+        if trainer.checkpoint_callback:
+            vars(trainer.checkpoint_callback).update(self.checkpoint_paths)
+
+
+def _get_checkpoint_paths(trainer: Any) -> dict[str, Any]:
+    attributes = vars(trainer.checkpoint_callback) if trainer.checkpoint_callback else {}
+    return {name: attributes[name] for name in CHECKPOINT_PATHS if name in attributes}
+
+
+def _gather_whole_weights(strategy: Any) -> Any:
+    for name, value in WHOLE_WEIGHTS_OPTIONS.items():
+        if hasattr(strategy, name):
+            setattr(strategy, name, value)
+    return strategy.lightning_module_state_dict()
+
+
+def _try(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the user's object, which may raise anything. The training has succeeded."""
+    try:
+        return method(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001
+        name = f"{method.__name__} of {type(method.__self__).__name__}"
+        warnings.warn(f"the caller's Trainer does not have all state of rank 0: {name} raised {error!r}", stacklevel=2)
+
+
+def _load_weights(module: Any, weights: dict[str, Any]) -> None:
+    """Load the weights for which the caller's module has layers: `configure_model` may have added others."""
+    keys = _try(module.load_state_dict, weights, strict=False)
+    lost = [*getattr(keys, "missing_keys", ()), *getattr(keys, "unexpected_keys", ())]
+    if lost:
+        text = (
+            f"the caller's {type(module).__name__} differs from the module that was trained, so some weights were not "
+            f"loaded: {', '.join(lost):.500}; load them from a checkpoint"
+        )
+        warnings.warn(text, stacklevel=2)
