@@ -24,8 +24,8 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.results.texts import clean_text
 from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.pack_call import pack_spec
+from mpwatch.watcher.registry import add_call
 from mpwatch.watcher.restarts.run_controller import RunController
-from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import refuse_signals
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def make_handle(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check
     check_host()
     payload = pack_spec(spec)
     handle = RunHandle(lambda on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
-    add_call(handle._ask_to_stop)
+    add_call(handle)
     return handle
 
 

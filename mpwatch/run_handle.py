@@ -16,7 +16,7 @@ from mpwatch.results.model import Progress, WorkerState, make_progress
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.results.texts import format_count
-from mpwatch.watcher import program_end
+from mpwatch.watcher import registry
 from mpwatch.watcher.caller import Caller, OnStart
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.wire.resource_errors import with_remedy
@@ -46,7 +46,7 @@ class RunHandle(Future[RunResult[T]]):
         is_in_call: Callable[[], bool] = lambda: False,  # whether the current thread is inside a call of the group
     ) -> None:
         super().__init__()
-        program_end.prepare()
+        registry.prepare()
         self._run: Callable[[OnStart], RunResult[T]] | None = execute  # None: it has begun, or never will
         self._ranks = ranks
         self._check = check

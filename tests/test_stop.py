@@ -90,6 +90,14 @@ def test_a_handle_stops_its_own_ranks_only():
         check_stopped(second.result(), "request_stop()")
 
 
+def test_a_run_whose_thread_has_only_begun_is_asked():
+    asked = threading.Event()
+    handle = mpwatch.submit(stop_functions.count_steps, 2, env=lambda _: {"ASKED": str(asked.wait(60))})
+    assert mpwatch.request_stop()
+    asked.set()
+    check_stopped(handle.result(60), "request_stop()")
+
+
 def test_a_signal_to_all_processes_is_for_the_watcher_alone():
     """SLURM sends its warning to each process of a job step: to the interpreters that are starting, too."""
     others, signalled = children(), []

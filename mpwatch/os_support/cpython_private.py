@@ -30,7 +30,6 @@ wire:
   It assumes that `compile` sets the `co_firstlineno` of a module to 1. Else carets and lines are wrong.
 """
 
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,17 +48,3 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
     # Ctrl-C.
     with suppress(RuntimeError):
         threading._register_atexit(action)  # type: ignore[attr-defined]
-
-
-def exit_by_sigint() -> None:
-    """Let SIGINT kill this process when the program ends, as Python does after an uncaught KeyboardInterrupt."""
-    # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
-    # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
-    with suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")  # noqa: S102  the code is a constant
-    if sys.version_info >= (3, 14):
-        with suppress(ImportError, KeyboardInterrupt):  # Python was built without ctypes, or another Ctrl-C has come
-            import ctypes
-
-            sys.excepthook = lambda *_: None  # nothing else is run or printed in the main thread
-            ctypes.pythonapi.PyRun_SimpleString(b"raise KeyboardInterrupt")

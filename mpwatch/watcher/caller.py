@@ -11,7 +11,6 @@ meanwhile, the watcher thread still ends the ranks, but nobody waits for it. Idl
 import logging
 import math
 import signal
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -30,7 +29,6 @@ from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
-from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import Signals
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import add_note
@@ -61,11 +59,10 @@ class Caller:
             [] if call is None or call.evidence is None else [call.evidence]
         )
         self.is_waiting = False
-        self.is_in_main_thread = threading.current_thread() is threading.main_thread()
         self._has_begun = self._is_stopping = False
         self._view: LiveView | None = None
         self.signals = Signals(watcher, call)
-        add_call(self.signals.request_stop)
+        self.is_in_main_thread = self.signals.is_in_main_thread
 
     def execute(self, body: Callable[[], T]) -> T:
         """Call `body`, which posts to the watcher and waits, and return its value."""

@@ -12,8 +12,8 @@
   this thread.
 
 A handler that C code has installed is never replaced, and an ignored signal stays ignored, except SIGQUIT and the signals of
-`stop`. Outside the main thread nothing is changed, since Python runs signal handlers in the main thread only; program_end.py
-interrupts such a call when Ctrl-C ends the program.
+`stop`. Outside the main thread nothing is changed, since Python runs signal handlers in the main thread only; registry.py
+interrupts such a call when Ctrl-C ends the script.
 """
 
 import os
@@ -33,7 +33,7 @@ from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.inbox import WakeupPipe
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
-from mpwatch.watcher.program_end import add_call, remove_call
+from mpwatch.watcher.registry import CallOfThread, add_call
 from mpwatch.watcher.suspension import ProgramSuspension
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
@@ -46,12 +46,12 @@ IN_MAIN_THREAD_ONLY = (
 )
 
 
-class Signals:
+class Signals(CallOfThread):
     def __init__(self, watcher: Watcher, call: Call | None) -> None:
+        super().__init__(is_run=not watcher.keeps_ranks)
         self._watcher, self._call = watcher, call
         self._wakeup: WakeupPipe
-        is_run = not watcher.keeps_ranks
-        self._stop_signals: Collection[int] = watcher.stop_signals if is_run or call is not None else ()
+        self._stop_signals: Collection[int] = watcher.stop_signals if self.is_run or call is not None else ()
         self._received_stop_signals: set[int] = set()
         # The cause of the first request to stop, or "" if the call has ended before that. `setdefault` is one operation, so
         # a request and the end of the call agree on which of them was first.
@@ -63,20 +63,14 @@ class Signals:
         self._host_handlers: dict[int, Any] = {}  # of the signals that `_receive` handles
         self._host_wakeup_fd = -1  # the program's own wake-up descriptor
         self._has_wakeup_fd = False
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self.suspension = ProgramSuspension(partial(watcher.post, watcher.loop.suspend), watcher.is_running)
-        # for program_end.py, outside the main thread
-        self.thread_id = threading.get_native_id()
-        self.is_over = threading.Event()
-        self.ends_with_program = is_run and threading.current_thread().daemon
         self._is_ended_by_program = False
-        self._is_registered = False
 
     def take_over(self, wakeup: WakeupPipe) -> None:
         self._wakeup = wakeup
-        if threading.current_thread() is not threading.main_thread():
-            self._is_registered = True
-            add_call(self)
+        add_call(self)
+        if not self.is_in_main_thread:
             return
         self._has_wakeup_fd = True
         self._host_wakeup_fd = signal.set_wakeup_fd(self._wakeup.write_fd, warn_on_full_buffer=False)
@@ -104,7 +98,7 @@ class Signals:
                 set_handler(signum, handler)
 
     def _receive(self, signum: int, _: object) -> None:
-        if os.getpid() == self.pid:
+        if os.getpid() == self._pid:
             if signum in self._stop_signals:
                 self._receive_stop_signal(signum)
             elif signum in DEFERRED_SIGNALS:
@@ -154,6 +148,9 @@ class Signals:
         self._watcher.post(self._watcher.loop.request_stop, StopRequested(cause, signum), self._call)
         return True
 
+    def _ask_to_stop(self, cause: str) -> bool:
+        return self.request_stop(cause)
+
     def close_stop_requests(self) -> str:
         """Refuse stop requests from now on. Return the cause of the first one, or an empty text if there was none."""
         return self._stop_cause.setdefault(None, "")
@@ -164,7 +161,7 @@ class Signals:
         self.post_interrupt(signal.SIGINT)
 
     def end_with_program(self) -> None:
-        """Stop the ranks: the program is ending, and Python does not wait for this daemon thread."""
+        """Stop the ranks: the program is ending."""
         self._is_ended_by_program = True
         self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
 
@@ -194,9 +191,8 @@ class Signals:
 
         Outside the main thread, raise KeyboardInterrupt if the call was interrupted.
         """
-        if threading.current_thread() is not threading.main_thread():
-            if self._is_registered:
-                remove_call(self)
+        if not self.is_in_main_thread:
+            self.is_over.set()
             if self._is_ended_by_program:
                 sys.exit()  # ends the thread, and prints nothing
             if self.received:

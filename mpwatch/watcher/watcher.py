@@ -104,7 +104,7 @@ class Watcher:
         with self._lock:
             if self._thread is not None or self.is_finished:
                 return
-            # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
+            # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (registry.py).
             daemon = self.keeps_ranks or threading.current_thread().daemon
             self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
             try:

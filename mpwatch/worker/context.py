@@ -172,8 +172,8 @@ def request_stop() -> bool:
     global _is_stop_requested
     if _request_stop is None:
         # If this module is not loaded, this process has started no ranks. A rank must not import the watcher's modules.
-        running_calls = sys.modules.get("mpwatch.watcher.running_calls")
-        return running_calls is not None and bool(running_calls.request_stop("request_stop()"))
+        registry = sys.modules.get("mpwatch.watcher.registry")
+        return registry is not None and bool(registry.request_stop("request_stop()"))
     if not _is_stop_requested:
         _is_stop_requested = True
         _request_stop()

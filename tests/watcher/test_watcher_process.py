@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from watcher.watched_program import PATIENT_RUN, RUN
 
 SAVE = r"signal.signal(2, lambda *_: (os.write(1, b'saved\n'), os._exit(0)))"
 IGNORE = r"signal.signal(2, lambda *_: os.write(1, b'received\n')); signal.signal(15, signal.SIG_IGN)"
+JOINED_THREAD = "thread = threading.Thread(target=call_in_thread); thread.start(); thread.join()"
 IN_THREAD = "thread = threading.Thread(target=mpwatch.run, args=(work, 2)); thread.start(); thread.join()"
 FORK = "threading.Timer(0.2, lambda: os.fork() or (signal.alarm(2), signal.pause(), os._exit(0))).start()"
 MAP = "list(mpwatch.map(lambda _: work(), range(2), 2, grace_period=5))"
@@ -71,18 +73,28 @@ def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
 
 
 @pytest.mark.parametrize(
-    ("in_rank", "start", "printed"),
+    ("in_rank", "call", "printed"),
     [
-        (SAVE, "executor().submit(call_in_thread)", ["interrupted", "saved", "saved"]),
-        (SAVE, "threading.Thread(target=call_in_thread).start()", ["interrupted", "saved", "saved"]),
-        ("", f"executor().submit(call_in_thread, {GROUP!r})", ["interrupted"]),
+        (SAVE, "executor().submit(call_in_thread).result()", ["interrupted", "saved", "saved"]),
+        (SAVE, JOINED_THREAD, ["interrupted", "saved", "saved"]),
+        (SAVE, "mpwatch.submit(work, 2, grace_period=5).result()", ["saved", "saved"]),
+        ("", f"executor().submit(call_in_thread, {GROUP!r}).result()", ["interrupted"]),
     ],
 )
-def test_ctrl_c_while_a_program_waits_for_the_run_of_a_thread(in_rank, start, printed):
-    program = Program("pass", in_rank, start)
+def test_ctrl_c_that_ends_a_script_interrupts_the_call_of_a_thread(in_rank, call, printed):
+    program = Program(call, in_rank)
     program.signal(signal.SIGINT, group=True)
     out, _ = program.end_soon(signal.SIGINT)
     assert sorted(out.split()) == printed
+
+
+def test_ctrl_c_after_the_script_ends_the_ranks():
+    options = "{'on_event': lambda event: event.name == 'worker_ready' and ready.set()}"
+    start = f"threading.Thread(target=mpwatch.run, args=(work, 2), kwargs={options}).start()"
+    program = Program(f"ready = threading.Event(); {start}; ready.wait()")
+    program.signal(signal.SIGINT, group=True)
+    program.end()
+    assert time.monotonic() - program.since < 4
 
 
 @pytest.mark.parametrize(
