@@ -37,8 +37,8 @@ from mpwatch.watcher.diagnosis.diagnose import load_value
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.group_ranks import LOST_RANK
 from mpwatch.watcher.item_queue import ItemQueue, Task
+from mpwatch.watcher.log import log_now
 from mpwatch.watcher.machine.transitions import StopReason
-from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.pack_call import pack_call, pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.wire.pickling.call_payload import FunctionCall, Payload

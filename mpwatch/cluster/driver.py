@@ -39,7 +39,7 @@ from mpwatch.nodes.server import Link
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
-from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.log import log_now
 from mpwatch.watcher.observers.event_bus import call_observers
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 

@@ -14,7 +14,7 @@ from mpwatch.nodes.frames import Loop
 from mpwatch.nodes.node_thread import make_coordinator
 from mpwatch.nodes.server import Server
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.log import log_now
 from mpwatch.wire.resource_errors import with_remedy
 
 

@@ -66,7 +66,6 @@ from mpwatch.watcher.machine.transitions import (
     StopReason,
     StopRequested,
 )
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.resource_errors import with_remedy
@@ -117,7 +116,6 @@ class NodeThread:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._run_deadline = spec, spec.rendezvous, run_deadline
         self._watcher: Watcher
-        self._deferred_log: DeferredLog
         self._start_ranks: Callable[[list[RankSetup]], object]
         self._loop = Loop()
         self._loop.set_exception_handler(self._handle_bug)
@@ -136,7 +134,7 @@ class NodeThread:
 
     def start(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object]) -> None:
         """Start the thread. `start_ranks` makes the watcher start ranks and call them. Raises LaunchError."""
-        self._watcher, self._deferred_log, self._start_ranks = watcher, watcher.deferred_log, start_ranks
+        self._watcher, self._start_ranks = watcher, start_ranks
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
@@ -348,7 +346,7 @@ class NodeThread:
     def _log_wait(self, joined: Joined) -> None:
         seconds = min(self._rendezvous.join_timeout, self._run_deadline - monotonic())
         text = "%d of %d nodes have joined at %s; waiting up to %.0f s for more"
-        self._deferred_log.warning(text, joined.present, joined.needed, self._joining.endpoint, seconds)
+        self._watcher.outbox.warn(text, joined.present, joined.needed, self._joining.endpoint, seconds)
 
     def _send_beat(self, connection: NodeConnection) -> None:
         if connection is not self._connection:
@@ -404,11 +402,11 @@ class NodeThread:
     def _make_server(self, listener: socket.socket) -> Server:
         host, port = listener.getsockname()[:2]
         if not is_loopback(host) and not self._rendezvous.key:
-            self._deferred_log.warning(
+            self._watcher.outbox.warn(
                 "rendezvous at %s: there is no secret, so whoever can reach port %d can take part in the job, and lead its"
                 " ranks anywhere; set MPWATCH_SECRET to the same text on all nodes",
                 self._joining.endpoint,
                 port,
             )
         coordinator = make_coordinator(self._spec, has_own_node=True)
-        return Server(coordinator, self._rendezvous, partial(self._deferred_log.warning, "%s"))
+        return Server(coordinator, self._rendezvous, partial(self._watcher.outbox.warn, "%s"))

@@ -49,8 +49,8 @@ from mpwatch.watcher.diagnosis.diagnose import (
 )
 from mpwatch.watcher.diagnosis.failures import has_returned
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.log import log_now
 from mpwatch.watcher.machine.transitions import StopReason
-from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups
 from mpwatch.watcher.restarts.restart_budget import RestartBudget, find_no_restart_reason

@@ -30,10 +30,10 @@ from mpwatch.results.report import format_overdue_ranks
 from mpwatch.results.texts import format_ranks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
+from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.pickling.call_payload import Payload
@@ -171,7 +171,7 @@ class Call:
             ended_at=max(now if observed.died_at is None else observed.died_at for observed in ranks.values()),
         )
 
-    def stop_after_step(self, step: int | None, cause: str, deferred_log: DeferredLog) -> None:
+    def stop_after_step(self, step: int | None, cause: str, outbox: Outbox) -> None:
         """Make each rank stop after this step, or at its next call of `should_stop` if that is None. See stop_step.py."""
         for rank in self.members.values():
             rank.slot.agree_on_step(step)
@@ -179,11 +179,11 @@ class Call:
         ranks = format_ranks(self.ranks)
         if step is None:
             text = "a stop was requested (%s); should_stop() has not been called by %s yet, and its first call returns True"
-            deferred_log.warning(text, cause, ranks)
+            outbox.warn(text, cause, ranks)
         else:
-            deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
+            outbox.warn("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
 
-    def log_overdue_ranks(self, deferred_log: DeferredLog) -> None:
+    def log_overdue_ranks(self, outbox: Outbox) -> None:
         """Warn of each rank that has not returned within `stop_timeout`: its step, and where it is."""
         places = {}
         for number, rank in self.members.items():
@@ -192,20 +192,20 @@ class Call:
                 at_step = "" if step is None else f", at step {step}"
                 places[number] = at_step + format_location(get_stacks_or_state(rank.observations))
         if places:  # otherwise the last one has just returned
-            deferred_log.warning("%s", format_overdue_ranks(self._spec.stop_policy.timeout or 0.0, places))
+            outbox.warn("%s", format_overdue_ranks(self._spec.stop_policy.timeout or 0.0, places))
 
-    def log_exit_problems(self, deferred_log: DeferredLog) -> None:
+    def log_exit_problems(self, outbox: Outbox) -> None:
         """Log a warning for each rank that succeeded or was idle, but exited too late or with an error."""
         what_was, value_kept = ("was asked to exit", "") if self.payload is None else ("had returned", ". Its value is kept")
         limit = max(self._spec.grace_period, m.EXIT_SECONDS)
         for rank in self.machine.overdue_exits:
             blocker = self.exit_blockers.get(rank) or SLOW_EXIT
             text = f"rank %d {what_was} but was still running %g s later (%s); mpwatch stopped it{value_kept}"
-            deferred_log.warning(text, rank, limit, blocker)
+            outbox.warn(text, rank, limit, blocker)
         for rank, observed in self.observed.items():
             was_signalled = -(observed.exit_code or 0) in observed.signals_sent
             if self.machine.stop_reason is m.StopReason.SUCCEEDED and observed.exit_code and not was_signalled:
-                deferred_log.warning(f"rank %d {what_was}, and then %s{value_kept}", rank, format_exit(observed.exit_code))
+                outbox.warn(f"rank %d {what_was}, and then %s{value_kept}", rank, format_exit(observed.exit_code))
 
 
 def publish_exited(events: EventBus, rank: Rank) -> None:

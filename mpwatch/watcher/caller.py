@@ -25,8 +25,8 @@ from mpwatch.results.run_result import RunResult, format_report
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.inbox import WakeupPipe
+from mpwatch.watcher.log import log_now
 from mpwatch.watcher.machine.transitions import InterruptCause
-from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.signals import Signals

@@ -42,7 +42,6 @@ from mpwatch.watcher.inbox import Inbox, Timers
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -86,7 +85,6 @@ class EventLoop:
         self,
         spec: GroupSpec,
         inbox: Inbox,
-        deferred_log: DeferredLog,
         event_bus: EventBus,
         output: RankOutput,
         *,
@@ -103,8 +101,7 @@ class EventLoop:
         self._spec, self._keep_ranks, self._node = spec, keep_ranks, node
         # The ranks of such a WorkerGroup do not communicate, so a lost rank ends only its own call.
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
-        self._inbox, self._outbox = inbox, event_bus.outbox
-        self._deferred_log, self._event_bus = deferred_log, event_bus
+        self._inbox, self._outbox, self._event_bus = inbox, event_bus.outbox, event_bus
         self._ranks: dict[int, Rank] = {}  # the latest of each number. A WorkerGroup has only those that are alive
         self._calls: list[Call] = []  # that are not over
         self._answered_calls: list[Call] = []  # whose threads do not know it yet
@@ -120,7 +117,7 @@ class EventLoop:
         self._actions: list[tuple[Call, m.Action]] = []  # that were not executed yet
         self._visits: dict[int, Visitor] = {}  # by rank: who waits for its prompt
         self._touched: dict[Call, None] = {}  # calls whose machines have handled something since `_follow`
-        self._pool = ProcessPool(deferred_log, output, spec)
+        self._pool = ProcessPool(self._outbox, output, spec)
         self._oom = OomDetector()
         self._reader = RankReader(
             self._pool,
@@ -217,7 +214,7 @@ class EventLoop:
         if ranks := [rank for rank, seen in observed if not (seen.has_exited or (self._keep_ranks and seen.answer))]:
             text = "waiting up to %g s for %s to end after Ctrl-C; press Ctrl-C again to kill %s"
             them = "it" if len(ranks) == 1 else "them"
-            self._deferred_log.warning(text, self._spec.grace_period, format_ranks(ranks), them)
+            self._outbox.warn(text, self._spec.grace_period, format_ranks(ranks), them)
 
     def withdraw(self, call: Call) -> None:
         """Refuse a call that has not begun, perhaps because an exception came just before it was posted."""
@@ -289,7 +286,7 @@ class EventLoop:
     def agree_on_step(self, step: int | None, cause: str) -> None:
         """Make the ranks stop after the step that all nodes have agreed on. None: at their next call of `should_stop`."""
         if self._last_call is not None:
-            self._last_call.stop_after_step(step, cause, self._deferred_log)
+            self._last_call.stop_after_step(step, cause, self._outbox)
 
     def send_statuses(self, receive: Callable[[Sequence[RankStatus]], object], numbers: Iterable[int] | None = None) -> None:
         """Of these ranks, or of all."""
@@ -395,7 +392,7 @@ class EventLoop:
             self.timers.call_at(monotonic() + limit, partial(self._warn_without_heartbeats, call))
         elif all(rank.slot.read_heartbeat().beat_at is None for rank in ranks):
             text = "no rank has called report() or heartbeat() in %g s, so heartbeat_timeout=%g does not apply yet"
-            self._deferred_log.warning(text, limit, limit)
+            self._outbox.warn(text, limit, limit)
 
     def _publish_reports(self, call: Call) -> None:
         if call.evidence is None:
@@ -468,7 +465,7 @@ class EventLoop:
             # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
             lambda: [self._pool.alive[number] for number in sorted(self._pool.alive)],
             math.inf if stall_after is None else stall_after,
-            self._deferred_log,
+            self._outbox,
             is_called=lambda number: call is None or number in call.members,
             is_checking=is_checking,
             call_at=self.timers.call_at,
@@ -538,7 +535,7 @@ class EventLoop:
         how = "ended" if observed.exit_code is None else format_exit(observed.exit_code)
         which = "it" if self._are_independent else "all ranks"
         text = "rank %d (pid %s) %s while it had no call; the next call restarts %s"
-        self._deferred_log.warning(text, rank.number, observed.pid, how, which)
+        self._outbox.warn(text, rank.number, observed.pid, how, which)
         publish_exited(self._event_bus, rank)
         del self._ranks[rank.number]
         self._lose_all([rank.number])
@@ -603,7 +600,7 @@ class EventLoop:
             for rank in call.members.values():
                 if not rank.is_reaped:
                     self._reader.take_stacks(rank)
-            call.log_overdue_ranks(self._deferred_log)
+            call.log_overdue_ranks(self._outbox)
         if self._node is not None and (outcome != outcome_before or (is_new_stage and stage is m.CallStage.FINISHED)):
             self._node.on_outcome_change(machine)
         if is_new_stage and stage in (m.CallStage.AWAITING_ROOT_CAUSE, m.CallStage.DUMPING_STACKS):
@@ -621,7 +618,7 @@ class EventLoop:
                 self._reader.read_slot(rank)
                 self._reader.take_stacks(rank)
         else:
-            call.log_exit_problems(self._deferred_log)
+            call.log_exit_problems(self._outbox)
         if call.payload is not None:
             call.publish_reports()
         call.evidence = call.make_evidence(self._hostname, "" if is_kept else self._oom.take_other_kills())
@@ -649,7 +646,7 @@ class EventLoop:
             return  # the ranks have another call meanwhile
         steps = [step for rank in call.members.values() if (step := rank.slot.read_passed_step()) is not None]
         if self._node is None:
-            call.stop_after_step(max(steps, default=None), cause, self._deferred_log)
+            call.stop_after_step(max(steps, default=None), cause, self._outbox)
         else:
             self._node.on_steps_held(max(steps, default=None))
 

@@ -27,8 +27,8 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.caller import Caller, OnStart
+from mpwatch.watcher.log import log_now
 from mpwatch.watcher.machine.transitions import StopReason
-from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call

@@ -10,15 +10,18 @@ signal that comes just before it.
 """
 
 import heapq
+import logging
 import math
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from mpwatch.errors import LaunchError
+from mpwatch.watcher.log import log_now
 from mpwatch.wire.resource_errors import with_remedy
 
 Function = Callable[[], object]
@@ -105,6 +108,10 @@ class Outbox:
     def post(self, function: Function) -> None:
         self._functions.append(function)
         self.wake()
+
+    def warn(self, text: str, *args: object) -> None:
+        """Log a warning in a thread of the program, as a logging handler is user code."""
+        self.post(partial(log_now, logging.WARNING, text, *args))
 
     def post_quietly(self, function: Function) -> None:
         """Post what can wait until the thread wakes up for something else."""

@@ -27,7 +27,6 @@ from mpwatch.results.model import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.inbox import Inbox, WaitingThread
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups, build_workers, reserve_port
@@ -51,15 +50,12 @@ class Watcher:
         assert isinstance(spec.nprocs, int)  # see GroupSpec
         self._spec, self._event_bus, self.keeps_ranks = spec, event_bus, keep_ranks
         self.outbox = event_bus.outbox
-        self.deferred_log = DeferredLog(self.outbox)
         self._port_socket: socket.socket | None = None  # keeps MASTER_PORT reserved
         with ExitStack() as stack:
             self._inbox = stack.enter_context(closing(Inbox()))
             nprocs = None if spec.is_multi_node else spec.nprocs
-            self.output = stack.enter_context(closing(RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)))
-            self.loop = EventLoop(
-                spec, self._inbox, self.deferred_log, event_bus, self.output, keep_ranks=keep_ranks, node=node
-            )
+            self.output = stack.enter_context(closing(RankOutput(spec.logs or default_logs(), nprocs, self.outbox)))
+            self.loop = EventLoop(spec, self._inbox, event_bus, self.output, keep_ranks=keep_ranks, node=node)
             stack.callback(self._release)
             self._resources = stack.pop_all()
         self.workers: tuple[Worker, ...] = ()
@@ -135,7 +131,7 @@ class Watcher:
         """Wait until everything that the ranks have printed so far was written, or log a warning after `seconds`."""
         if not self.output.drain_all(seconds):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
-            self.deferred_log.warning(text)
+            self.outbox.warn(text)
         self.outbox.run_all()
 
     def take_stacks(self, seconds: float | None = None) -> Stacks:

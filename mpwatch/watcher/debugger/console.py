@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.results.places import format_place
 from mpwatch.results.texts import clean_line
-from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name, get_ipython_shell
 from mpwatch.wire.messages import PDB_PROMPT
@@ -39,7 +39,7 @@ USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
 class WatchedRanks(Protocol):
-    deferred_log: DeferredLog
+    outbox: Outbox
     output: RankOutput
 
     def take_debugger_sockets(self) -> Sequence[tuple[int, int]]: ...
@@ -134,7 +134,7 @@ class DebuggerConsole:
             session.answer("")
             if not self._has_warned:
                 self._has_warned = True
-                self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
+                self._watcher.outbox.warn("debug='post_mortem' can open no prompt: %s", reason)
 
     def _receive(self) -> None:
         """Begin a session with each rank that has sent a socket. Read all messages. Forget the ranks that have ended."""

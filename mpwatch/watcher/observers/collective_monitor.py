@@ -30,7 +30,7 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     select_new_stalls,
 )
 from mpwatch.watcher.diagnosis.slow_rank import SlowRankFinder
-from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.messages import MessageKind
 
@@ -50,7 +50,7 @@ class CollectiveMonitor:
 
     list_ranks: Callable[[], Collection[Rank]]
     stall_after: float  # math.inf: nothing is checked
-    deferred_log: DeferredLog
+    outbox: Outbox
     is_called: Callable[[int], bool]  # whether a rank takes part in the call; the others may return later than it
     is_checking: Callable[[], bool]  # whether a call is running, and its limits are not suspended
     call_at: Callable[[float, Callable[[], object]], object]
@@ -159,7 +159,7 @@ class CollectiveMonitor:
             self._finish(final)
             return
         for stall in select_new_stalls(stalls, self._warned):
-            self.deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
+            self.outbox.warn("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _get_wait(self, verdict: CollectiveVerdict) -> float:
         return min(verdict.seconds, self._asked_at - self._waits_since)

@@ -18,7 +18,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.inbox import Outbox
-from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.log import log_now
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 ENDS = (WorkerState.SUCCEEDED, WorkerState.FAILED, WorkerState.STOPPED)

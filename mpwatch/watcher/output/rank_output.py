@@ -42,8 +42,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import write_all
 from mpwatch.os_support.processes import wait_for_thread_exit
-from mpwatch.watcher.inbox import Inbox
-from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.inbox import Inbox, Outbox
 from mpwatch.watcher.output.pipes import OutputPipe, StdioFds, open_stdio
 from mpwatch.watcher.output.rank_stream import RankStream
 from mpwatch.watcher.output.sinks import Sink, open_sink
@@ -64,8 +63,8 @@ class RankOutput:
     the output thread, so it needs no locks. In a job of several nodes, `nprocs` is not known at first.
     """
 
-    def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
-        self._spec, self._deferred_log = spec, deferred_log
+    def __init__(self, spec: LogSpec, nprocs: int | None, outbox: Outbox) -> None:
+        self._spec, self._outbox = spec, outbox
         self._shown_ranks = spec.count_shown_ranks(nprocs)
         self._has_lines = bool(spec.prefix) or self._shown_ranks > 1
         with ExitStack() as stack:
@@ -184,7 +183,7 @@ class RankOutput:
             while not self._is_over:
                 self._run_once()
         except BaseException as error:  # noqa: BLE001  a bug in this thread: ranks get EPIPE and do not block
-            self._deferred_log.warning("the output of the ranks is lost from here on, by a bug in mpwatch: %r", error)
+            self._outbox.warn("the output of the ranks is lost from here on, by a bug in mpwatch: %r", error)
         finally:
             self._release()
 
@@ -245,7 +244,7 @@ class RankOutput:
         except OSError as error:
             pipe.file = None
             file.close()
-            self._deferred_log.warning("the log file %s is incomplete: %s", file.name, error)
+            self._outbox.warn("the log file %s is incomplete: %s", file.name, error)
 
     def _show(self, rank_stream: RankStream, data: bytes) -> None:
         stream = rank_stream.stream
@@ -259,7 +258,7 @@ class RankOutput:
         except BaseException as error:  # noqa: BLE001
             self._sinks.pop(stream).close()
             text = "the output of the ranks can no longer be written to %s: its rest is dropped (%s: %s)"
-            self._deferred_log.warning(text, stream, type(error).__name__, error)
+            self._outbox.warn(text, stream, type(error).__name__, error)
 
     # --- the end
 

@@ -30,8 +30,8 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
 from mpwatch.os_support.processes import group_exists, group_members, open_pidfd, reap_adopted
+from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
-from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
 from mpwatch.watcher.processes.process import RankPopen, Surroundings
@@ -51,8 +51,8 @@ GUARDIAN_BLOCKS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM,
 class ProcessPool:
     """A context manager. At its end, it kills the ranks that are still alive. `alive` has those not reaped or abandoned."""
 
-    def __init__(self, deferred_log: DeferredLog, output: RankOutput, spec: GroupSpec) -> None:
-        self.deferred_log = deferred_log
+    def __init__(self, outbox: Outbox, output: RankOutput, spec: GroupSpec) -> None:
+        self._outbox = outbox
         self._output = output
         self._spec = spec
         self._ignored_signals = tuple(set(spec.stop_policy.signals) - {signal.SIGINT, signal.SIGTERM})
@@ -161,7 +161,7 @@ class ProcessPool:
     def abandon(self, rank: Rank) -> None:
         """Log a warning about a rank that cannot be killed, close the connections to it, and never wait for it again."""
         text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
-        self.deferred_log.warning(text, rank.number, rank.process.pid)
+        self._outbox.warn(text, rank.number, rank.process.pid)
         self._close(rank)
         rank.process.abandon()
 
@@ -185,11 +185,11 @@ class ProcessPool:
         while self._killed_groups:
             group, killed_at = self._killed_groups.popitem()
             with suppress(OSError):  # no descriptors are left to read /proc or to wait with
-                _wait_for_group(group, killed_at + KILL_SECONDS, self.deferred_log)
+                _wait_for_group(group, killed_at + KILL_SECONDS, self._outbox)
             reap_adopted(group)
 
 
-def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> None:
+def _wait_for_group(group: int, deadline: float, outbox: Outbox) -> None:
     text = "process %d, started by a rank, still exists after SIGKILL; its memory or its GPU may not be free yet"
     for pid in group_members(group):
         pidfd = open_pidfd(pid)
@@ -197,7 +197,7 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
             continue
         try:
             if not wait([pidfd], max(0.0, deadline - monotonic())):
-                deferred_log.warning(text, pid)
+                outbox.warn(text, pid)
         finally:
             os.close(pidfd)
 

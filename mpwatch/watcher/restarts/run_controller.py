@@ -29,8 +29,8 @@ from mpwatch.watcher.call import Call
 from mpwatch.watcher.caller import Caller, OnStart
 from mpwatch.watcher.diagnosis.diagnose import diagnose, format_interrupt
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.log import log_now
 from mpwatch.watcher.machine.transitions import Interrupted, StopReason
-from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_spec

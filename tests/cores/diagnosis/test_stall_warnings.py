@@ -29,7 +29,7 @@ class Simulation:
         self.monitor = CollectiveMonitor(
             lambda: ranks,
             stall_after,
-            SimpleNamespace(warning=lambda *_: self.warned_at.append(self.now)),
+            SimpleNamespace(warn=lambda *_: self.warned_at.append(self.now)),
             is_called=lambda _: True,
             is_checking=lambda: self.is_checking,
             call_at=self.call_at,
