@@ -113,10 +113,6 @@ class Outbox:
         """Log a warning in a thread of the program, as a logging handler is user code."""
         self.post(partial(log_now, logging.WARNING, text, *args))
 
-    def post_quietly(self, function: Function) -> None:
-        """Post what can wait until the thread wakes up for something else."""
-        self._functions.append(function)
-
     def wake(self) -> None:
         for thread in self._threads:
             thread.wakeup.wake()

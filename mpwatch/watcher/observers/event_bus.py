@@ -42,19 +42,25 @@ class EventBus:
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
-        return (self._keep_events and kind is not Progressed) or self._is_observed(kind)
+        return self._keeps(kind) or self._is_observed(kind)
 
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
-        """Queue an event that happened `at`, by CLOCK_MONOTONIC, or now. For any thread."""
+        """Keep an event that happened `at`, by CLOCK_MONOTONIC, or now, and queue it for its observers. For any thread."""
         if not self.wants(kind):
             return
         at = monotonic() if at is None else at
         when = {"time": self.wall_time(at), "monotonic": at}
         event = kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details)
-        post = self.outbox.post if self._is_observed(kind) else self.outbox.post_quietly
-        post(partial(self._deliver, event))
+        if self._keeps(kind):
+            self.events.append(event)
+        if self._is_observed(kind):
+            observers = self._progress_observers if kind is Progressed else self._observers
+            self.outbox.post(partial(call_observers, observers, event))
+
+    def _keeps(self, kind: type[Event]) -> bool:
+        return self._keep_events and kind is not Progressed
 
     def _is_observed(self, kind: type[Event]) -> bool:
         if kind is Progressed:
@@ -102,11 +108,6 @@ class EventBus:
 
     def wall_time(self, at: float) -> float:
         return self._wall_clock + at
-
-    def _deliver(self, event: Event) -> None:
-        if self._keep_events and not isinstance(event, Progressed):
-            self.events.append(event)
-        call_observers(self._progress_observers if isinstance(event, Progressed) else self._observers, event)
 
 
 def call_observers(observers: list[Any], event: Event) -> None:
