@@ -171,7 +171,7 @@ class GroupSpec:
 
     @property
     def fn_name(self) -> str:
-        """The name of the function, for messages."""
+        """The name of the function, for messages. It is empty for a WorkerGroup, which can call several functions."""
         return ""
 
     @property

@@ -10,7 +10,6 @@ refuses a call whose ranks are lost, and the thread of the call starts them and 
 import logging
 import math
 import threading
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,7 +63,7 @@ class GroupRanks:
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView | None = None) -> None:
         self._spec = spec
         self._make_view = make_view
-        self._event_bus = EventBus(uuid.uuid4().hex, spec, keep_events=False)
+        self._event_bus = EventBus(spec, keep_events=False)
         self._watcher: Watcher | None = None  # None before the start and after the end; replaced if it has failed itself
         self._starts = 0  # how often ranks were started in this watcher
         self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
@@ -98,7 +97,7 @@ class GroupRanks:
 
     def start(self) -> None:
         watcher = self._get_watcher()
-        self._event_bus.publish_run_started(self._spec, fn="")
+        self._event_bus.publish_run_started()
         caller = Caller(watcher)
         caller.execute(lambda: caller.wait(lambda: watcher.loop.state is not WorkerState.UNKNOWN))
         caller.drain_output()

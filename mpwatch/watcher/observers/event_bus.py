@@ -6,6 +6,7 @@ An observer is user code. A slow one delays only the thread that waits for the r
 import logging
 import platform
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -26,8 +27,8 @@ MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps 
 
 
 class EventBus:
-    def __init__(self, run_id: str, spec: GroupSpec, *, keep_events: bool) -> None:
-        self.run_id = run_id
+    def __init__(self, spec: GroupSpec, *, keep_events: bool) -> None:
+        self.run_id = uuid.uuid4().hex if spec.rendezvous is None else spec.rendezvous.run_id
         self.started_at = monotonic()
         self.outbox = Outbox()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # for the result, if they are kept
@@ -35,7 +36,7 @@ class EventBus:
         self._log = LogEvents()
         self._observers: list[Observer] = [self._log, *spec.observers]
         self._progress_observers: list[Callable[[Any], object]] = [*spec.progress_observers]
-        self._keep_events = keep_events
+        self._spec, self._keep_events = spec, keep_events
         self._wall_clock = time.time() - self.started_at
         self.ranks: Sequence[int] = ()  # of this node
         self._has_started = False
@@ -67,8 +68,8 @@ class EventBus:
             return bool(self._progress_observers)
         return len(self._observers) > 1 or self._log.wants(kind)
 
-    def publish_run_started(self, spec: GroupSpec, *, fn: str) -> None:
-        """`fn` is empty for a WorkerGroup, which can call several functions."""
+    def publish_run_started(self) -> None:
+        spec = self._spec
         assert isinstance(spec.nprocs, int)  # see GroupSpec
         self._has_started = True
         if not spec.is_multi_node:
@@ -77,7 +78,7 @@ class EventBus:
             RunStarted,
             self.ranks,
             at=self.started_at,
-            fn=fn,
+            fn=spec.fn_name,
             role=spec.role,
             nprocs=spec.nprocs,
             max_restarts=spec.policy.max_restarts,

@@ -10,7 +10,6 @@ unpickled has failed. An exception of `retry_if` or `env` ends the run.
 
 import logging
 import math
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -65,8 +64,7 @@ class RunController(Generic[T]):
 
     def __init__(self, spec: WorkerSpec[T]) -> None:
         self._spec = spec
-        run_id = uuid.uuid4().hex if spec.rendezvous is None else spec.rendezvous.run_id
-        self._event_bus = EventBus(run_id, spec, keep_events=True)
+        self._event_bus = EventBus(spec, keep_events=True)
         self._started_at = self._event_bus.started_at
         self._deadline = math.inf if spec.timeout is None else self._started_at + spec.timeout  # without suspensions
         self._payload: Payload
@@ -114,7 +112,7 @@ class RunController(Generic[T]):
 
     def _execute(self, caller: Caller) -> None:
         """Start the ranks, and return when none is left. Raises LaunchError, and any exception of `retry_if` and `env`."""
-        self._event_bus.publish_run_started(self._spec, fn=self._spec.fn_name)
+        self._event_bus.publish_run_started()
         self._follow(caller)
         self._watcher.post(self._watcher.loop.end)
         caller.wait(lambda: False)
