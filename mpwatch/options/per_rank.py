@@ -62,4 +62,4 @@ def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int) 
 
 def _compare(key: int | str, count: int, nprocs: int) -> str:
     values = f"{format_argument(key)} is a PerRank of {format_count(count, 'value')}"
-    return f"{values}, but there {'is' if nprocs == 1 else 'are'} {format_count(nprocs, 'rank')}"
+    return f"{values}, but there is 1 rank" if nprocs == 1 else f"{values}, but there are {nprocs} ranks"
