@@ -230,6 +230,8 @@ def test_two_ranks_that_die_together_end_their_own_calls():
     with mpwatch.WorkerGroup(3, check=False) as group:
         pids = list(group.run(os.getpid))
         calls = [group.submit(failing.wait_to_be_stopped, ranks=rank) for rank in (0, 1)]
+        while not all("in wait_to_be_stopped" in group.stacks().get(rank, "") for rank in (0, 1)):
+            continue  # they have not begun yet
         group.run(fn.kill_two_while_the_watcher_is_suspended, (pids[:2],), ranks=2)
         assert [call.result().root_cause.rank for call in calls] == [0, 1]
 
