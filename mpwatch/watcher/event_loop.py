@@ -112,7 +112,7 @@ class EventLoop:
         self._looks_for_heartbeats = False  # in the first call
         self._is_ending = False  # no rank is started any more
         self._lease = m.NO_LEASE
-        self._are_limits_suspended = False
+        self._open_prompts = 0  # of debuggers; the limits stand still meanwhile
         self._events: list[m.RankEvent] = []  # that no machine has handled yet
         self._actions: list[tuple[Call, m.Action]] = []  # that were not executed yet
         self._visits: dict[int, Visitor] = {}  # by rank: who waits for its prompt
@@ -275,9 +275,9 @@ class EventLoop:
             call.monitor.restart_waits()
 
     def suspend_limits(self, *, are_suspended: bool) -> None:
-        """A prompt of a debugger was opened, or the last one was closed."""
-        self._are_limits_suspended = are_suspended
-        self._handle_all(m.SuspendLimits(are_suspended))
+        """A prompt of a debugger was opened or closed. Several may be open, of the console and of visitors."""
+        self._open_prompts += 1 if are_suspended else -1
+        self._handle_all(m.SuspendLimits(self._open_prompts > 0))
 
     def renew_lease(self, lease: m.Lease) -> None:
         self._lease = lease
@@ -357,7 +357,7 @@ class EventLoop:
             stop_timeout=spec.stop_policy.timeout,
             keep_ranks=self._keep_ranks,
             lease=self._lease,
-            are_limits_suspended=self._are_limits_suspended,
+            are_limits_suspended=self._open_prompts > 0,
         )
         call.begin(members, machine, self._run_monitor or self._make_monitor(call), spec, self._event_bus)
         self._calls.append(call)
