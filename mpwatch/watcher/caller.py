@@ -133,7 +133,8 @@ class Caller:
                 self.serve()
             self._update_view()
             if (debugger := self._get_debugger()) is not None:
-                debugger.serve(self.signals, self.signals.suspension.view)
+                is_in_charge = lambda: self._get_debugger() is not None  # noqa: E731
+                debugger.serve(self.signals, self.signals.suspension.view, is_in_charge)
         finally:
             self.signals.is_in_user_code = was_in_user_code
 

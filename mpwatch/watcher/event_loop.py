@@ -131,11 +131,6 @@ class EventLoop:
         self._run_monitor = None if keep_ranks else self._make_monitor(None)
         self._hostname = platform.node()
 
-    @property
-    def _has_lost_ranks(self) -> bool:
-        """Whether the next call of a WorkerGroup has to start ranks first."""
-        return self._keep_ranks and self.starts > 0 and len(self._ranks) < int(self._spec.nprocs)
-
     def run(self) -> None:
         """Work until `end` or `shut_down` was posted and no rank is left. Raises LaunchError."""
         with self._pool, Visitors(self._pool.selector, self._answer_visitor):
@@ -662,7 +657,7 @@ class EventLoop:
         ranks = self._ranks.values()
         if not self.starts or (not ranks and not self._keep_ranks):
             return self.state
-        if self._has_lost_ranks and not self._is_ending:
+        if self._keep_ranks and len(ranks) < int(self._spec.nprocs) and not self._is_ending:
             return WorkerState.UNHEALTHY
         calls = dict.fromkeys(rank.call for rank in ranks)
         states = {call.machine.state for call in calls if call is not None}

@@ -40,7 +40,7 @@ from mpwatch.wire.pickling.call_payload import FunctionCall, Payload
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
 LOST_RANK = "it was lost while it had no call"
 CLOSED = "this WorkerGroup is closed; make another one"
-ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
+ENDED_AT_EXIT = "the program is ending, and has ended these ranks"
 
 
 @dataclass(frozen=True)

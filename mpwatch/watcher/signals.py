@@ -39,7 +39,6 @@ from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STACKS_SECONDS = 1.0  # for the watcher thread to answer a signal handler, for which it may wait itself (suspension.py)
 IN_MAIN_THREAD_ONLY = (
     "the signals of stop= need a run in the main thread, because Python runs signal handlers in the main thread only; call "
     "mpwatch.run there, or leave the signals out and call request_stop() of the handle in a handler of your own"
@@ -107,9 +106,7 @@ class Signals(CallOfThread):
                 self.suspension.is_requested = True
                 if self.is_in_user_code and not self.is_drawing:
                     self.suspension.suspend()
-            elif self.is_at_prompt:  # SIGQUIT, while `input` keeps this thread from running what is in the outbox
-                _print_stacks(self._watcher.take_stacks(STACKS_SECONDS))
-            else:
+            elif not self.is_at_prompt:  # SIGQUIT; it would disturb the prompt
                 show = lambda stacks: self._watcher.outbox.post(partial(_print_stacks, stacks))  # noqa: E731
                 self._watcher.post(self._watcher.loop.send_stacks, show)
         else:  # a child that another thread of the program has forked; the ranks do not belong to it
@@ -118,7 +115,7 @@ class Signals(CallOfThread):
 
     def _defer(self, signum: int) -> None:
         is_keyboard = signum == signal.SIGINT
-        if is_keyboard and self.is_at_prompt:
+        if is_keyboard and self.is_at_prompt:  # the console ends the run, if that is not over already
             raise KeyboardInterrupt
         is_urgent = is_keyboard and signum in self.received
         self.received.append(signum)

@@ -7,7 +7,6 @@ The event loop has a thread of its own, so that no exception of the program's co
 PyThreadState_SetAsyncExc can raise between any two bytecodes, for example while a rank is being started.
 """
 
-import math
 import os
 import socket
 import threading
@@ -21,7 +20,6 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import default_logs
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import RankStatus
 from mpwatch.results.stacks import Stacks
@@ -134,20 +132,19 @@ class Watcher:
             self.outbox.warn(text)
         self.outbox.run_all()
 
-    def take_stacks(self, seconds: float | None = None) -> Stacks:
+    def take_stacks(self) -> Stacks:
         """Return the present stacks of all ranks, or none if the watcher does not answer. Any thread may call this."""
-        return self._ask(self.loop.send_stacks, seconds) or Stacks()
+        return self._ask(self.loop.send_stacks) or Stacks()
 
     def take_statuses(self) -> Sequence[RankStatus]:
         """Return the present status of each rank, or () if the watcher does not answer. Any thread may call this."""
         return self._ask(self.loop.send_statuses) or ()
 
-    def _ask(self, method: Callable[[Callable[[T], object]], object], seconds: float | None = None) -> T | None:
+    def _ask(self, method: Callable[[Callable[[T], object]], object]) -> T | None:
         answers: SimpleQueue[T] = SimpleQueue()
         self.post(method, answers.put)
-        deadline = math.inf if seconds is None else monotonic() + seconds
         while True:
-            is_last = not self.is_running() or monotonic() >= deadline
+            is_last = not self.is_running()
             with suppress(Empty):
                 return answers.get(timeout=ANSWER_POLL_SECONDS)
             if is_last:

@@ -22,8 +22,6 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from itertools import islice
-from traceback import walk_stack
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
 from mpwatch.wire.messages import STACKS_END
@@ -114,11 +112,11 @@ class StackWriter:
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
     head = f"{title} 0x{thread:016x} (most recent call first):\n"
-    frames = walk_stack(frame) if frame is not None else ()
-    lines = [
-        f'  File "{_escape(frame.f_code.co_filename)}", line {line or 0} in {_escape(frame.f_code.co_name)}\n'
-        for frame, line in islice(frames, MAX_FRAMES)
-    ]
+    lines: list[str] = []
+    while frame is not None and len(lines) < MAX_FRAMES:  # not walk_stack, in which a debugger would stop
+        code = frame.f_code
+        lines.append(f'  File "{_escape(code.co_filename)}", line {frame.f_lineno or 0} in {_escape(code.co_name)}\n')
+        frame = frame.f_back
     return "".join([head, *lines]).encode()
 
 

@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,6 +87,7 @@ class DebuggerConsole:
         self._watcher = watcher
         self._output = watcher.output
         self._has_warned = False
+        self._lock = threading.Lock()  # the main thread may begin to serve while another one does
         self._sessions: dict[int, RankSession] = {}  # by rank
         self._last_rank: int | None = None  # whose prompt was shown last
 
@@ -95,10 +96,13 @@ class DebuggerConsole:
         """When a message arrives on one of these, call `serve`."""
         return [session.connection for session in self._sessions.values()]
 
-    def serve(self, signals: Prompter, view: "LiveView | None") -> None:
-        """Show the prompts of all ranks at a breakpoint. Raises KeyboardInterrupt if the user ends the run."""
+    def serve(self, signals: Prompter, view: "LiveView | None", is_in_charge: Callable[[], bool]) -> None:
+        """Show the prompts of all ranks at a breakpoint. Raises KeyboardInterrupt if the user ends the run.
+
+        If the main thread has begun to wait meanwhile, this thread is not in charge any more.
+        """
         first = self._choose()
-        if first is None:
+        if first is None or not is_in_charge():
             return
         if reason := explain_missing_prompt():
             self._refuse_all(reason)
@@ -138,16 +142,17 @@ class DebuggerConsole:
 
     def _receive(self) -> None:
         """Begin a session with each rank that has sent a socket. Read all messages. Forget the ranks that have ended."""
-        for rank, fd in self._watcher.take_debugger_sockets():
-            if rank in self._sessions:  # before the rank was restarted
-                self._sessions[rank].connection.close()
-            self._sessions[rank] = RankSession(rank, Connection(fd))
-        for session in list(self._sessions.values()):
-            try:
-                session.receive()
-            except (EOFError, OSError):
-                session.connection.close()
-                del self._sessions[session.rank]
+        with self._lock:
+            for rank, fd in self._watcher.take_debugger_sockets():
+                if rank in self._sessions:  # before the rank was restarted
+                    self._sessions[rank].connection.close()
+                self._sessions[rank] = RankSession(rank, Connection(fd))
+            for session in list(self._sessions.values()):
+                try:
+                    session.receive()
+                except (EOFError, OSError):
+                    session.connection.close()
+                    del self._sessions[session.rank]
 
     def _choose(self) -> RankSession | None:
         """Return the session whose prompt comes next: that of the last rank, or else of the lowest one at a prompt."""
@@ -159,32 +164,25 @@ class DebuggerConsole:
 
     def _handle_line(self, session: RankSession) -> None:
         """Raises KeyboardInterrupt if the user, or a signal, ends the run."""
+        line, is_interrupted = "", False
         try:
-            line = self._read_line(session.prompt)
+            line = f"{input(session.prompt)}\n"
         except UnicodeDecodeError as error:
             self._write(f"*** {error}\n")
             return
+        except (EOFError, KeyboardInterrupt) as error:
+            self._write("\n")  # after what Ctrl-D or Ctrl-C shows
+            is_interrupted = isinstance(error, KeyboardInterrupt)
         self._receive()
         if self._sessions.get(session.rank) is not session:
             self._write(f"rank {session.rank} has ended\n")
             return
         is_at_pdb = session.prompt.endswith(PDB_PROMPT)  # not in `interact` or `commands`, nor at a question
         is_quit = not line or (is_at_pdb and line.split() in (["q"], ["quit"], ["exit"]))
-        if is_quit and not session.can_be_left:
+        if is_interrupted or (is_quit and not session.can_be_left):
             raise KeyboardInterrupt
         session.answer(line)
         session.connection.poll(NEXT_PROMPT_SECONDS)
-
-    def _read_line(self, prompt: str) -> str:
-        """Return "" at Ctrl-D."""
-        try:
-            return f"{input(prompt)}\n"
-        except EOFError:
-            self._write("\n")  # after what Ctrl-D shows
-            return ""
-        except KeyboardInterrupt:
-            self._write("\n")
-            raise
 
     @contextmanager
     def _suspended_run(self, view: "LiveView | None") -> Iterator[None]:

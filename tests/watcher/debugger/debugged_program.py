@@ -57,12 +57,6 @@ def fail_while_others_stop(ranks):
     raise ValueError("of another rank")
 
 
-def wait_for_stopped_ranks(ranks):
-    if rank() in ranks:
-        breakpoint()
-    wait_for_peer()
-
-
 def raise_in_one(ranks):
     secret = f"secret of rank {rank()}"
     if rank() in ranks:

@@ -104,24 +104,15 @@ def test_a_signal_at_a_prompt_ends_the_run_and_reaches_the_program():
     ]
 
 
-def test_ctrl_backslash_at_a_prompt_shows_the_stacks():
-    with debugged("wait_for_stopped_ranks", [0]) as program:
-        program.wait_for_prompt()
-        program.type(b"\x1c")
-        assert program.read_until(lambda rows: any(row.startswith("rank 0: ") for row in rows))
-        assert program.ask("p rank()")[-2:] == ["0", "(rank 0) (Pdb)"]
-        program.finish("q")
-    assert "mpwatch: where the ranks are now (they go on)" in "\n".join(program.rows())
-
-
-def test_a_rank_that_has_ended_is_named_after_the_next_line(tmp_path, eventually):
+@pytest.mark.parametrize("key", ["c\r", "\x03"], ids=["c", "ctrl-c"])
+def test_a_rank_that_has_ended_is_named_after_the_next_key(key, tmp_path, eventually):
     gate = tmp_path / "gate"
     with debugged("fail_while_others_stop", [0], env={**ENV, "GATE": str(gate)}) as program:
         program.wait_for_prompt()
         pid = int(program.ask("p os.getpid()")[0])
         gate.touch()
         eventually(lambda: not is_alive(pid))
-        rows = program.finish("c")
+        rows = program.finish(key)
     assert "rank 0 has ended" in rows
     assert any(row.startswith("failed: rank 1 failed first: ValueError: of another rank") for row in rows)
 
