@@ -33,6 +33,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
@@ -52,6 +53,8 @@ mp_process: Any = multiprocessing.process
 mp_util: Any = multiprocessing.util
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
+STATUS_SECONDS = 0.05  # after the end of a rank that is traced, as by strace: the tracer gets the exit code first
+POLL_SECONDS = 0.001
 UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
 TOLERATE_FAILURE = suppress(ProcessLookupError, PermissionError)  # a setuid helper, for example, may not be signalled
 
@@ -176,7 +179,9 @@ class RankPopen(Popen):
 
     def read_exit_code(self) -> int | None:
         """Return the exit code of a dead rank. None: SIGCHLD is ignored, or other code or a debugger (ptrace) has it."""
-        code = self.poll()
+        deadline = monotonic() + STATUS_SECONDS
+        while (code := self.poll()) is None and monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
