@@ -637,6 +637,7 @@ class Tagged(np.ndarray):
 MANY = 1 << 16
 rows = np.arange(4 * MANY, dtype=np.float64).reshape(4, MANY)
 tagged = rows.view(Tagged)
+tagged.tag = "t"
 np.save("rows.npy", rows)
 opened = np.load("rows.npy", mmap_mode="r+")
 memory = np.memmap("raw", np.int32, "w+", offset=8, shape=(MANY,))
@@ -644,7 +645,7 @@ memory[:] = 7
 
 def look(strided, tagged, opened, part, memory):
     assert strided.shape == (4, MANY // 2) and strided[1, 1] == MANY + 2
-    assert type(tagged) is Tagged and tagged[3, 3] == 3 * MANY + 3
+    assert type(tagged) is Tagged and tagged.tag == "t" and tagged[3, 3] == 3 * MANY + 3
     assert type(opened) is type(part) is np.memmap and opened[2, 5] == part[0, 5] == 2 * MANY + 5 and part.filename == opened.filename
     assert memory[0] == memory[-1] == 7
     memory[1], part[0, 0] = 8, -5

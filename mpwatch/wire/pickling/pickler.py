@@ -100,6 +100,10 @@ class Pickler(cloudpickle.Pickler):
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
+        if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
+            from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
+
+            return reduce_subclass(obj)
         if not isinstance(sys.modules.get(kind.__module__), kind):
             self.plain_kinds.add(kind)
         return self._reduce_object(obj)
