@@ -80,11 +80,7 @@ def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -
         for report in reports
         for failure in report.failures
     ]
-    return verdict.explains(
-        failures,
-        has_timed_out=any(report.waited_for_other_nodes for report in reports),
-        is_rank_outside=any(report.missing_ranks for report in reports),
-    )
+    return verdict.explains(failures, has_timed_out=any(report.waited_for_other_nodes for report in reports))
 
 
 def blame_ranks(report: AttemptReport, hostname: str, node: int, first_rank: int, verdict: CollectiveVerdict) -> Failures:

@@ -48,7 +48,7 @@ SAME_MOMENT = 0.1  # seconds in which it is not certain whether an exception or 
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
 VICTIM = re.compile(r"^(perhaps )?a victim of rank")
-SINGULAR = re.compile(r"^(silent for [^;]*; )it (?=has )|^(?=has )")  # "has not joined", "silent for 5 s; it has"
+SINGULAR = re.compile(r"^(silent for [^;]*; )it (?=has )|^(?=has |waits in )")  # "has not joined", "silent for 5 s; it has"
 DEATHS = (FailureKind.SIGNAL, FailureKind.OOM, FailureKind.EXIT, FailureKind.LOST)
 
 

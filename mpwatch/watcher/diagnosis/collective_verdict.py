@@ -4,10 +4,10 @@ torch's flight recorder numbers the collectives of each process group. Number N 
 
 - MISMATCH: ranks made different calls as number N, and one of them waits in it. Normally it cannot succeed.
 - ABSENT: ranks wait in a collective that another rank has not called. If its function still runs, it may do so later.
-- CROSSED: all that ranks wait for wait in other calls themselves, perhaps not for ever if one of these is asynchronous.
+- CROSSED: ranks wait for one another in different collectives, perhaps not for ever if one of the calls was asynchronous.
 
-MISMATCH blames the minority, or nobody if it is not certain who that is, ABSENT the absent ranks, CROSSED nobody. torch's
-own comparison (torch.distributed.flight_recorder) takes the call of the first rank as correct.
+ABSENT blames the absent ranks, the others the minority, or nobody if it is not certain who that is. torch's own comparison
+(torch.distributed.flight_recorder) takes the call of the first rank as correct.
 """
 
 import math
@@ -58,7 +58,11 @@ Finding = tuple[VerdictKind, Key]  # what does not fit in which collective
 
 @dataclass(frozen=True)
 class CollectiveVerdict:
-    """A verdict on ranks whose collectives do not fit together. `evidence` has a phrase for each blamed rank."""
+    """A verdict on ranks whose collectives do not fit together.
+
+    `evidence` has a phrase for each blamed rank, and none if it is not certain who is to blame. `is_complete`: it is known
+    what each rank waits for. Else the cause may be a rank that has not answered, or one in send or recv.
+    """
 
     kind: VerdictKind
     key: Key
@@ -66,6 +70,7 @@ class CollectiveVerdict:
     evidence: Mapping[int, str]
     seconds: float
     have_returned: bool = False
+    is_complete: bool = True
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -81,15 +86,15 @@ class CollectiveVerdict:
         """Whether the collective cannot succeed any more, for example because an absent rank has returned."""
         return self.kind is VerdictKind.MISMATCH or self.have_returned
 
-    def explains(self, failures: Iterable[tuple[bool, int | None]], *, has_timed_out: bool, is_rank_outside: bool) -> bool:
+    def explains(self, failures: Iterable[tuple[bool, int | None]], *, has_timed_out: bool) -> bool:
         """Return whether it explains all failures. Of each it is known whether it is secondary, and the signal. If a rank
-        `has_timed_out`, this was in a wait for a peer. `is_rank_outside`: a rank is certainly in no collective.
+        `has_timed_out`, this was in a wait for a peer.
 
         It explains secondary failures; a MISMATCH also a death by SIGABRT, since gloo calls abort() in a rank that receives
         more bytes than expected. A rank that is only late keeps its connections open, so it explains no failure but a
-        timeout. A rank outside is a better cause than ranks that all wait.
+        timeout.
         """
-        if not (self.cannot_end_well or has_timed_out) or (self.kind is VerdictKind.CROSSED and is_rank_outside):
+        if not (self.cannot_end_well or (self.is_complete and has_timed_out)):
             return False
         is_mismatch = self.kind is VerdictKind.MISMATCH
         return all(is_secondary or (is_mismatch and signum == signal.SIGABRT) for is_secondary, signum in failures)
@@ -255,15 +260,27 @@ def _find_absent(calls: Calls, answers: Mapping[int, RankCollectives], returned:
             waiting.setdefault(slot, []).append(rank)
     absent_from = {slot: absent for slot in calls.slots if slot in waiting and (absent := calls.find_absent(slot))}
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
-    verdicts = []
+    verdicts, crossed = [], []
     for slot, absent in absent_from.items():
         if to_blame := absent & returned or absent - blocked.keys():
             have_returned = to_blame <= returned
             verdicts.append(_make_absent(slot, waiting[slot], calls, sorted(to_blame), have_returned=have_returned))
-    if absent_from and not verdicts:
-        slot = max(absent_from, key=lambda slot: len(waiting[slot]))
-        return [_make_crossed(slot, waiting[slot], {rank: blocked[rank] for rank in sorted(absent_from[slot])})]
-    return sorted(verdicts, key=lambda verdict: (not verdict.have_returned, -verdict.seconds))
+        else:
+            crossed.append(slot)
+    verdicts.sort(key=lambda verdict: (not verdict.have_returned, -verdict.seconds))
+    if closed := _find_closed(crossed, waiting, absent_from) or (crossed if not verdicts else []):
+        verdicts.append(_make_crossed(calls, {slot: waiting[slot] for slot in closed}, absent_from, blocked))
+    return verdicts
+
+
+def _find_closed(slots: list[Slot], waiting: Mapping[Slot, list[int]], absent_from: Mapping[Slot, set[int]]) -> list[Slot]:
+    """Select the collectives in which ranks wait for one another: each absent rank waits in another of them."""
+    while True:
+        inside = {rank for slot in slots for rank in waiting[slot]}
+        closed = [slot for slot in slots if absent_from[slot] <= inside]
+        if len(closed) == len(slots):
+            return closed
+        slots = closed
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
@@ -300,18 +317,32 @@ def _format_wait(ranks: list[int]) -> str:
     return f"{format_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
-def _make_crossed(slot: Slot, waiting: list[int], absent: Mapping[int, Collective]) -> CollectiveVerdict:
-    elsewhere: dict[str, list[int]] = {}
-    for rank, call in absent.items():
-        elsewhere.setdefault(f"waits in {call}" if call.place else f"has not completed {call}", []).append(rank)
-    parts = [
-        f"{format_ranks(ranks)}, {'which' if len(ranks) == 1 else 'each of which'} {what}"
-        for what, ranks in elsewhere.items()
-    ]
+def _make_crossed(
+    calls: Calls,
+    waiting: Mapping[Slot, list[int]],
+    absent_from: Mapping[Slot, set[int]],
+    blocked: Mapping[int, Collective],
+) -> CollectiveVerdict:
+    """Blame nobody if the cause may be a rank that is not in `waiting`."""
+    first, *others = sorted(waiting, key=lambda slot: (-len(waiting[slot]), slot.key))
+    inside = {rank for ranks in waiting.values() for rank in ranks}
+    is_complete = all(absent_from[slot] <= inside and calls.knows_all(slot) for slot in waiting)
+    has_majority = is_complete and all(len(waiting[first]) > len(waiting[slot]) for slot in others)
+    evidence = {}
+    for rank in sorted(absent_from[first]):
+        doing = "waits in" if blocked[rank].place else "has not completed"
+        in_first = first.called[waiting[first][0]]
+        evidence[rank] = f"{doing} {blocked[rank]}, but {_format_wait(waiting[first])} for it in {in_first}"
+    if has_majority or not is_complete:
+        sentence = "; ".join(f"rank {rank} {text}" for rank, text in evidence.items())
+    else:
+        parts = [f"{_format_wait(waiting[slot])} in {slot.called[waiting[slot][0]]}" for slot in (first, *others)]
+        sentence = f"{', '.join(parts)}: they wait for one another"
     return CollectiveVerdict(
         VerdictKind.CROSSED,
-        slot.key,
-        f"{_format_wait(waiting)} in {slot.called[waiting[0]]} for {' and for '.join(parts)}",
-        {},
-        max(slot.called[rank].seconds for rank in waiting),
+        first.key,
+        sentence,
+        evidence if has_majority else {},
+        max(slot.called[rank].seconds for slot, ranks in waiting.items() for rank in ranks),
+        is_complete=is_complete,
     )

@@ -210,8 +210,7 @@ def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: Col
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
     known = ((failure.is_secondary, failure.signal) for failure in failures.values())
-    outside = find_ranks_outside_collectives(_get_running(attempt, failures))
-    return verdict.explains(known, has_timed_out=_has_timed_out(attempt, failures), is_rank_outside=bool(outside))
+    return verdict.explains(known, has_timed_out=_has_timed_out(attempt, failures))
 
 
 def _has_timed_out(attempt: AttemptObservations, failures: Failures) -> bool:

@@ -144,16 +144,6 @@ def test_a_rank_that_has_not_joined_is_blamed_for_timeouts_and_one_that_has_retu
     assert kind is None or (result.root_cause.rank, result.root_cause.kind) == (root, kind)
 
 
-@pytest.mark.parametrize(("third", "blamed", "victims"), [(STOPPED, set(), {0, 1}), (LOADS, {2}, {0, 1})])
-def test_ranks_that_wait_for_one_another_are_not_blamed_for_timeouts_but_a_rank_outside_is(third, blamed, victims):
-    pair = waiting("barrier", 1, group="1", ranks=(1, 2))
-    result = judge(with_calls(0, LATE, SECOND), with_calls(1, LATE, pair), with_calls(2, third, waiting("recv", 1)))
-    assert own_and_victims(result) == (blamed, victims)
-    if not blamed:
-        sentence = "rank 1 waits in barrier #1 (group 1) for rank 2, which has not completed recv #1 (default group)"
-        assert (result.root_cause, result.verdict) == (None, sentence)
-
-
 def test_a_collective_that_has_failed_is_not_completed():
     result = judge(with_calls(0, LOST, FIRST, SECOND), with_calls(1, returned(), FIRST))
     assert result.collectives[0].state.name == "WAITING"
