@@ -100,7 +100,7 @@ class Pickler(cloudpickle.Pickler):
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
-        if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
+        if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray) and not issubclass(kind, numpy.memmap):
             from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
 
             return reduce_subclass(obj)
