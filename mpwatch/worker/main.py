@@ -195,7 +195,7 @@ def _call_function(call: FunctionCall) -> object:
     except Exception as error:
         if call.backend is None and error.args and NO_PROCESS_GROUP in str(error.args[0]):
             error.add_note(
-                'mpwatch makes the process group if the option backend is "gloo", "nccl" or "auto", and all ranks are called'
+                'mpwatch makes the process group if all ranks are called with the option backend="gloo", "nccl" or "auto"'
             )
         raise
     context.stop_heartbeats()
