@@ -256,9 +256,9 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:  # not a fork that leaves the `with` block, too
             if error is not None:  # nobody waits for the calls any more
-                for handle in list(self._handles):
-                    if not handle.cancel():
-                        handle._interrupt()
+                begun = [handle for handle in list(self._handles) if not handle.cancel()]
+                for handle in begun:  # not before: its end lets the next one begin
+                    handle._interrupt()
             self.close()
 
     def __repr__(self) -> str:
