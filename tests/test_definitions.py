@@ -649,8 +649,10 @@ def look(strided, tagged, opened, part, memory):
     assert type(opened) is type(part) is np.memmap and opened[2, 5] == part[0, 5] == 2 * MANY + 5 and part.filename == opened.filename
     assert memory[0] == memory[-1] == 7
     memory[1], part[0, 0] = 8, -5
+    return part, type("Made", (), {})  # a class that the rank has made needs more than plain pickle
 
-mpwatch.run(look, 1, args=(rows[:, ::2], tagged, opened, opened[2:3], memory))
+((returned, _),) = mpwatch.run(look, 1, args=(rows[:, ::2], tagged, opened, opened[2:3], memory))
+assert returned[0, 5] == 2 * MANY + 5
 assert memory[1] == 8 and opened[2, 0] == -5  # the memory of a file is shared
 """
 

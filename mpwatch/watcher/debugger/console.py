@@ -9,7 +9,7 @@ time limits of the run stand still, the live view is hidden, and captured output
 prompt.
 
 Python's `input` reads the lines: IPython's kernel replaces it, and in a terminal it uses the module readline. If the rank
-ends meanwhile, `input` waits until the user presses Enter.
+ends meanwhile, `input` waits until the user presses Enter or Ctrl-C.
 """
 
 import re
